@@ -1,0 +1,82 @@
+"""How packed documents of any length are laid out in chunks, so that all of them advance together and no chunk is wasted.
+
+Each document is padded to a multiple of the chunk. Chunks are stored by (chunk index, document), longest document first:
+the documents that still have a chunk `j` are a contiguous slice, and the loop over `j` is the only sequential one.
+Padding tokens are zero in q, k, v, g and β, which leaves the state as it is. Read next: `gnomon.kernels.kda.reference.chunk`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gnomon.errors import KernelError
+
+SAFE_EXPONENT = 45.0  # exp(±45) and products of a few such factors with unit vectors stay far inside fp32
+
+
+def document_bounds(batch: int, time: int, cu_seqlens: Tensor | None) -> list[int]:
+    """The boundaries of the documents in the flattened stream of batch × time tokens; refuses boundaries that do not cover it."""
+    if cu_seqlens is None:
+        return [row * time for row in range(batch + 1)]
+    bounds = [int(b) for b in cu_seqlens.tolist()]
+    if batch != 1:
+        raise KernelError(f"cu_seqlens needs one packed row, but the batch is {batch}: flatten it to [1, batch·time, …]")
+    if not bounds or bounds[0] != 0 or bounds[-1] != time or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise KernelError(f"cu_seqlens must rise from 0 to the number of tokens, {time}; it is {bounds[:8]}…")
+    return bounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkLayout:
+    """Where each token of a packed stream sits among the chunks: `slots[token] = chunk · size + row`."""
+
+    batch: int
+    time: int
+    size: int  # tokens in a chunk
+    slots: Tensor  # [N] int64
+    widths: list[int]  # how many documents have a chunk j; falls with j
+    order: Tensor  # [S] documents, longest first
+    num_documents: int
+
+    @classmethod
+    def of(cls, batch: int, time: int, cu_seqlens: Tensor | None, size: int, device: torch.device) -> "ChunkLayout":
+        """The layout of `batch` rows, or of the documents between `cu_seqlens`, in chunks of `size` tokens."""
+        bounds = torch.tensor(document_bounds(batch, time, cu_seqlens))
+        lengths = bounds[1:] - bounds[:-1]  # [S]
+        chunks = (lengths + size - 1) // size
+        order = torch.argsort(chunks, descending=True, stable=True)
+        most = int(chunks.max()) if len(chunks) else 0
+        widths = (chunks[:, None] > torch.arange(most)).sum(0)  # [most]
+        starts = widths.cumsum(0) - widths
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [N]
+        index = torch.arange(batch * time) - bounds[:-1][document]  # position inside the document
+        slots = (starts[index // size] + place[document]) * size + index % size
+        return cls(batch=batch, time=time, size=size, slots=slots.to(device), widths=widths.tolist(), order=order.to(device), num_documents=len(lengths))
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all documents together."""
+        return sum(self.widths)
+
+    def to_chunks(self, x: Tensor) -> Tensor:
+        """[B, T, H, X] to [chunks, H, size, X], zero where a chunk is padding."""
+        heads, width = x.shape[2], x.shape[3]
+        flat = x.new_zeros(self.num_chunks * self.size, heads * width)
+        flat = flat.index_copy(0, self.slots, x.reshape(-1, heads * width))
+        return flat.view(self.num_chunks, self.size, heads, width).transpose(1, 2)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[chunks, H, size, X] back to [B, T, H, X]."""
+        heads, width = x.shape[1], x.shape[3]
+        flat = x.transpose(1, 2).reshape(self.num_chunks * self.size, heads * width)
+        return flat.index_select(0, self.slots).view(self.batch, self.time, heads, width)
+
+
+def leaf_size(min_log_decay: float, chunk: int) -> int:
+    """The largest power of two, at most `chunk`, whose decay from first to last row stays within `SAFE_EXPONENT` e-foldings."""
+    reach = chunk if min_log_decay == 0 else SAFE_EXPONENT / -min_log_decay + 1
+    return min(chunk, 2 ** max(0, int(math.log2(max(1.0, reach)))))
