@@ -1,0 +1,12 @@
+"""Attention over depth (AttnRes): a learned softmax lookup over earlier sources instead of one residual sum (report §2.1.3, eq. 8-10).
+
+`reference.py` is the meaning.
+Read next: `gnomon/model/residuals.py`, which decides what the sources are.
+"""
+
+from gnomon.kernels.operator import Operator
+
+depth_read = Operator("depth", "depth_read")
+depth_weights = Operator("depth", "depth_weights")
+bank_partials = Operator("depth", "bank_partials")
+merge = Operator("depth", "merge")

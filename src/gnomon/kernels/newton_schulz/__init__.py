@@ -1,0 +1,8 @@
+"""Newton-Schulz orthogonalisation, the core of Muon (report §2.5).
+
+Read next: `gnomon/train/muon.py`, which decides what is one matrix (a head, an expert, a projection).
+"""
+
+from gnomon.kernels.operator import Operator
+
+newton_schulz = Operator("newton_schulz", "newton_schulz")
