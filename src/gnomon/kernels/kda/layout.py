@@ -7,6 +7,7 @@ Padding tokens are zero in q, k, v, g and β, which leaves the state as it is. R
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ def document_bounds(batch: int, time: int, cu_seqlens: Tensor | None) -> list[in
     bounds = [int(b) for b in cu_seqlens.tolist()]
     if batch != 1:
         raise KernelError(f"cu_seqlens needs one packed row, but the batch is {batch}: flatten it to [1, batch·time, …]")
-    if not bounds or bounds[0] != 0 or bounds[-1] != time or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if not bounds or bounds[0] != 0 or bounds[-1] != time or any(b < a for a, b in pairwise(bounds)):
         raise KernelError(f"cu_seqlens must rise from 0 to the number of tokens, {time}; it is {bounds[:8]}…")
     return bounds
 
@@ -55,7 +56,15 @@ class ChunkLayout:
         document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [N]
         index = torch.arange(batch * time) - bounds[:-1][document]  # position inside the document
         slots = (starts[index // size] + place[document]) * size + index % size
-        return cls(batch=batch, time=time, size=size, slots=slots.to(device), widths=widths.tolist(), order=order.to(device), num_documents=len(lengths))
+        return cls(
+            batch=batch,
+            time=time,
+            size=size,
+            slots=slots.to(device),
+            widths=widths.tolist(),
+            order=order.to(device),
+            num_documents=len(lengths),
+        )
 
     @property
     def num_chunks(self) -> int:

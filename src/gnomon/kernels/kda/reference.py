@@ -6,6 +6,7 @@ Read next: `gnomon.kernels.kda.layout` (documents to chunks), `gnomon.kernels.kd
 """
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -79,8 +80,8 @@ def recurrent(
     state = _initial(initial_state, v, len(bounds) - 1, heads, width)
     if cu_seqlens is not None:
         parts = []
-        for s, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            parts.append(recurrent(*(x[:, a:b] for x in (q, k, v, g, beta)), state[s : s + 1]))
+        for s, (a, b) in enumerate(pairwise(bounds)):
+            parts.append(recurrent(q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b], beta[:, a:b], state[s : s + 1]))
         if parts:
             return torch.cat([o for o, _ in parts], 1), torch.cat([last for _, last in parts])
     outputs = [v.new_empty(batch, 0, heads, v.shape[-1], dtype=state.dtype)]
@@ -171,9 +172,9 @@ def decayed_products(
         since_first = F.pad(g[..., 1:, :], (0, 0, 1, 0)).cumsum(-2)
         return ((x * since_first.exp()) @ (k * (-since_first).exp()).mT).tril()
     half = rows // 2
-    pairs = [y.unflatten(-2, (2, half)) for y in (x, k, g)]  # [*N, 2, C/2, K]
-    inner = decayed_products(*pairs, leaf)
-    (_, x_late), (k_early, _), (g_early, g_late) = (y.unbind(-3) for y in pairs)
+    x, k, g = (y.unflatten(-2, (2, half)) for y in (x, k, g))  # [*N, 2, C/2, K]
+    inner = decayed_products(x, k, g, leaf)
+    (_, x_late), (k_early, _), (g_early, g_late) = (y.unbind(-3) for y in (x, k, g))
     across = (x_late * g_late.cumsum(-2).exp()) @ (k_early * _sum_after(g_early).exp()).mT
     early, late = inner.unbind(-3)
     return torch.cat([torch.cat([early, torch.zeros_like(early)], -1), torch.cat([across, late], -1)], -2)

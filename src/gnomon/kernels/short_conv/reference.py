@@ -4,6 +4,8 @@ Legend: B rows, T time, C channels, W taps, S documents. The history of a docume
 Read next: `gnomon.kernels.kda.reference`, which takes the result.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -35,7 +37,7 @@ def short_conv(
     documents = len(bounds) - 1
     past = u.new_zeros(documents, taps - 1, channels) if history is None else history.to(u.dtype)
     # One stream in which each document follows its own history: no tap reaches into the document before.
-    parts = [part for s, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) for part in (past[s], u[0, a:b])]
+    parts = [part for s, (a, b) in enumerate(pairwise(bounds)) for part in (past[s], u[0, a:b])]
     stream = torch.cat([u[0, :0], *parts])
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(u.device, torch.int64)
     tokens = torch.arange(len(u[0]), device=u.device)
