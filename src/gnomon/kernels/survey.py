@@ -1,0 +1,55 @@
+"""Which implementation of each operator would run here, and why the others would not: what `gnomon kernels` prints.
+
+Each operator folder holds `sample.py` with `samples(device) -> {operator name: arguments}`: small typical inputs. The same inputs let the
+contract test compare every implementation with the reference on the day it is written.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gnomon.kernels.operator import Operator, all_operators
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One implementation of one operator on one device; `inference` and `training` hold a refusal, or `None` if it takes the inputs."""
+
+    operator: str
+    device: str
+    implementation: str
+    inference: str | None
+    training: str | None
+
+
+def devices() -> tuple[str, ...]:
+    """The devices of this machine that operators know."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def sample(operator: Operator, device: str, *, training: bool = False) -> tuple[Any, ...]:
+    """Typical arguments of an operator; with `training`, floating-point tensors ask for gradients."""
+    arguments: tuple[Any, ...] = operator.module("sample").samples(device)[operator.name]
+    return _asking(arguments) if training else arguments
+
+
+def _asking(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_asking(item) for item in value)
+    asks = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    return value.clone().requires_grad_() if asks else value
+
+
+def survey() -> Iterator[Choice]:
+    """Every implementation of every operator on every device of this machine, in the order in which they are asked."""
+    for device in devices():
+        for operator in tuple(all_operators()):
+            with torch.no_grad():
+                inference = operator.choices(*sample(operator, device))
+            with torch.enable_grad():
+                training = operator.choices(*sample(operator, device, training=True))
+            for (name, refusal), (_, training_refusal) in zip(inference, training, strict=True):
+                yield Choice(operator=f"{operator.folder}.{operator.name}", device=device, implementation=name,
+                             inference=refusal, training=training_refusal)

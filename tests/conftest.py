@@ -1,0 +1,32 @@
+"""Shared by all tests: shape checking, determinism, and where the repository is.
+
+The jaxtyping hook checks every annotated argument and result of `gnomon` while the tests run: a `[B, T, H, K]` that is not one
+fails here, and costs nothing in use.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook("gnomon", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The checkout that is under test."""
+    return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> None:
+    """Each test starts from the same random state, on one thread, whatever ran before it."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    np.random.seed(0)
