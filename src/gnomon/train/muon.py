@@ -1,0 +1,211 @@
+"""Per-Head Muon for matrices, AdamW for the rest, one learning rate for both (report §2.5; Moonlight 2502.16982).
+
+For each unit (one head's map, one expert's matrix, one projection), with its momentum M:
+
+    M <- mu M + G,   O = NewtonSchulz(G + mu M),   W <- W - lr (0.2 sqrt(max(A, B)) O + lambda W)
+
+An orthogonal [A, B] matrix has RMS 1/sqrt(max(A, B)), so the factor gives every update the RMS 0.2 that AdamW shows. Units of
+equal shape are orthogonalised in one batch, across parameters. Read next: `units.py`, `qk_clip.py`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gnomon.config import setting
+from gnomon.errors import CheckpointError, ConfigError
+from gnomon.kernels.newton_schulz import newton_schulz
+from gnomon.train.units import TABLES, Unit, is_matrix, split
+
+UPDATE_RMS = 0.2  # Moonlight eq. 4: what AdamW's updates measure
+BATCH_ELEMENTS = 1 << 24  # elements orthogonalised together; bounds the working memory of a step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig:
+    """The optimiser. The learning rate is the peak of the schedule and serves Muon and AdamW alike."""
+
+    learning_rate: float = setting(2e-3, "peak learning rate")
+    weight_decay: float = setting(0.1, "decoupled decay of matrices and token tables; vectors have none")
+    momentum: float = setting(0.95, "Muon's momentum, Nesterov")
+    newton_schulz_steps: int = setting(5, "iterations of the orthogonalisation")
+    per_head: bool = setting(True, "orthogonalise queries, keys and values head by head; false: whole projections")
+    adam_betas: tuple[float, ...] = setting((0.9, 0.95), "AdamW's decay rates")
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon")
+    clip_gradient: float | None = setting(1.0, "largest global gradient norm; none: no clipping")
+    clip_logits: float | None = setting(100.0, "tau of QK-Clip on the latent attention's logits; none: no clipping")
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "adam_epsilon", "clip_gradient", "clip_logits"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"'{name}' is {value}; it must be positive")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"'momentum' is {self.momentum}; it must be at least 0 and below 1")
+        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ConfigError(f"'adam_betas' is {list(self.adam_betas)}; give two rates, each at least 0 and below 1")
+        if self.weight_decay < 0 or self.newton_schulz_steps < 1:
+            raise ConfigError(f"'weight_decay' {self.weight_decay} must not be negative and 'newton_schulz_steps' "
+                              f"{self.newton_schulz_steps} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Consecutive units of one part: views of their weights, and their directions with the smaller side first."""
+
+    name: str
+    part: int
+    first: int
+    weight: Tensor
+    direction: Tensor
+    transposed: bool
+
+
+@runtime_checkable
+class Gather(Protocol):
+    """How a unit whose parameter is sharded becomes whole, and how its update becomes a shard again."""
+
+    def gather(self, unit: Unit, local: Tensor) -> Tensor:
+        """The whole matrix of the unit from this rank's part."""
+
+    def keep(self, unit: Unit, update: Tensor, local: Tensor) -> Tensor:
+        """This rank's part of the unit's update, shaped like `local`."""
+
+
+class Muon:
+    """Muon and AdamW over named parameters; state is by name, so it survives a change of order or of sharding.
+
+    `head_rows` is `units.head_rows(config)`. `gather` is for sharded parameters; without it parameters are whole.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], config: MuonConfig,
+                 head_rows: Mapping[str, tuple[int, ...]], gather: Gather | None = None) -> None:
+        named = dict(parameters)
+        self.config, self.gather = config, gather
+        self.head_rows = dict(head_rows) if config.per_head else {}
+        self.matrices = {name: p for name, p in named.items() if is_matrix(name, p)}
+        self.others = {name: p for name, p in named.items() if name not in self.matrices}
+        self.momentum = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
+        self.first = {name: torch.zeros_like(p) for name, p in self.others.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.others.items()}
+        self.steps = 0
+
+    def parameters(self) -> list[Tensor]:
+        """Every parameter, matrices first."""
+        return [*self.matrices.values(), *self.others.values()]
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_gradient(self) -> Tensor:
+        """Scale all gradients so that their global norm is at most `clip_gradient`; returns the norm before."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float())
+        if self.config.clip_gradient is not None:
+            torch._foreach_mul_(gradients, (self.config.clip_gradient / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update from the gradients that are present, which are consumed; a parameter without one stays as it is."""
+        self.steps += 1
+        self._step_matrices(learning_rate)
+        self._step_others(learning_rate)
+
+    def _step_matrices(self, learning_rate: float) -> None:
+        names = [name for name, p in self.matrices.items() if p.grad is not None]
+        if not names:
+            return
+        directions = [self.matrices[name].grad for name in names]
+        momenta = [self.momentum[name] for name in names]
+        torch._foreach_mul_(momenta, self.config.momentum)
+        torch._foreach_add_(momenta, directions)
+        torch._foreach_add_(directions, momenta, alpha=self.config.momentum)  # Nesterov, in the gradient's own memory
+        torch._foreach_mul_([self.matrices[name] for name in names], 1.0 - learning_rate * self.config.weight_decay)
+        for blocks in self._batches(names, directions):
+            stack = torch.cat([block.direction for block in blocks]) if len(blocks) > 1 else blocks[0].direction
+            update = self._orthogonal(stack) * (learning_rate * UPDATE_RMS * max(stack.shape[-2:]) ** 0.5)
+            for block, piece in zip(blocks, update.split([len(block.direction) for block in blocks]), strict=True):
+                block.weight.sub_(self._kept(block, piece.mT if block.transposed else piece))
+
+    def _batches(self, names: list[str], directions: list[Tensor]) -> Iterator[list[_Block]]:
+        """Blocks of equal shape that are orthogonalised together; wide and tall share a batch."""
+        by_shape: dict[tuple[int, ...], list[_Block]] = defaultdict(list)
+        for name, direction in zip(names, directions, strict=True):
+            rows = self.head_rows.get(name)
+            pairs = zip(split(name, self.matrices[name], rows), split(name, direction, rows), strict=True)
+            for part, (weight, stack) in enumerate(pairs):
+                for block in self._limited(name, part, weight, stack):
+                    by_shape[tuple(block.direction.shape[-2:])].append(block)
+        for shape, blocks in by_shape.items():
+            batch: list[_Block] = []
+            for block in blocks:
+                if batch and sum(len(b.direction) for b in [*batch, block]) * shape[0] * shape[1] > BATCH_ELEMENTS:
+                    yield batch
+                    batch = []
+                batch.append(block)
+            yield batch
+
+    def _limited(self, name: str, part: int, weight: Tensor, stack: Tensor) -> Iterator[_Block]:
+        """The units of one part, gathered whole, in blocks of bounded size."""
+        size = max(1, BATCH_ELEMENTS // (stack.shape[-2] * stack.shape[-1]))
+        for first in range(0, stack.shape[0], size):
+            local, direction = weight[first : first + size], stack[first : first + size]
+            if self.gather is not None:
+                direction = torch.stack([self.gather.gather(Unit(name, part, first + i), d) for i, d in enumerate(direction)])
+            transposed = direction.shape[-2] > direction.shape[-1]
+            yield _Block(name, part, first, local, direction.mT if transposed else direction, transposed)
+
+    def _kept(self, block: _Block, update: Tensor) -> Tensor:
+        if self.gather is None:
+            return update
+        keep, first = self.gather.keep, block.first
+        return torch.stack([keep(Unit(block.name, block.part, first + i), u, block.weight[i]) for i, u in enumerate(update)])
+
+    def _orthogonal(self, stack: Tensor) -> Tensor:
+        dtype = torch.bfloat16 if stack.is_cuda else None  # bf16 products on an accelerator; on a CPU fp32 is as fast
+        return newton_schulz(stack, self.config.newton_schulz_steps, compute_dtype=dtype)
+
+    def _step_others(self, learning_rate: float) -> None:
+        names = [name for name, p in self.others.items() if p.grad is not None]
+        if not names:
+            return
+        beta1, beta2 = self.config.adam_betas
+        weights, gradients = [self.others[n] for n in names], [self.others[n].grad for n in names]
+        first, second = [self.first[n] for n in names], [self.second[n] for n in names]
+        torch._foreach_lerp_(first, gradients, 1.0 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1.0 - beta2)
+        root = torch._foreach_sqrt(second)
+        torch._foreach_div_(root, (1.0 - beta2**self.steps) ** 0.5)
+        torch._foreach_add_(root, self.config.adam_epsilon)
+        tables = [w for n, w in zip(names, weights, strict=True) if n.endswith(TABLES)]
+        if tables:
+            torch._foreach_mul_(tables, 1.0 - learning_rate * self.config.weight_decay)
+        torch._foreach_addcdiv_(weights, first, root, -learning_rate / (1.0 - beta1**self.steps))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All state as flat named tensors, which is what a checkpoint writes."""
+        groups = {"momentum": self.momentum, "first": self.first, "second": self.second}
+        tensors = {f"{group}.{name}": t for group, tensors in groups.items() for name, t in tensors.items()}
+        return {**tensors, "steps": torch.tensor(self.steps)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the state of `state_dict`; raises `CheckpointError` when names or shapes differ, before changing anything."""
+        own = self.state_dict()
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        misshapen = [f"{n} {tuple(state[n].shape)} instead of {tuple(own[n].shape)}" for n in own.keys() & state.keys()
+                     if state[n].shape != own[n].shape]
+        if missing or unknown or misshapen:
+            raise CheckpointError(f"optimiser state does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}, "
+                                  f"misshapen {sorted(misshapen)[:5]}")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self.steps = int(state["steps"])
