@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from gnomon.kernels.operator import Operator, all_operators
 
@@ -53,3 +54,21 @@ def survey() -> Iterator[Choice]:
             for (name, refusal), (_, training_refusal) in zip(inference, training, strict=True):
                 yield Choice(operator=f"{operator.folder}.{operator.name}", device=device, implementation=name,
                              inference=refusal, training=training_refusal)
+
+
+def table() -> Table:
+    """The survey as a table: per operator and implementation "used", "next in line", or the reason of a refusal."""
+    result = Table("operator", "device", "implementation", "inference", "training")
+    taken: set[tuple[str, str, str]] = set()
+    before = None
+    for choice in survey():
+        cells = []
+        for mode, refusal in (("inference", choice.inference), ("training", choice.training)):
+            place = (choice.operator, choice.device, mode)
+            cells.append(refusal or ("next in line" if place in taken else "used"))
+            if refusal is None:
+                taken.add(place)
+        name = choice.operator if (choice.operator, choice.device) != before else ""
+        before = (choice.operator, choice.device)
+        result.add_row(name, choice.device, choice.implementation, *cells)
+    return result

@@ -1,0 +1,28 @@
+"""How long do `import gnomon` and `gnomon --help` take, beside a bare interpreter and beside `import torch`?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from machine import repeat, save
+
+ENTRY = Path(sys.executable).with_name("gnomon")
+COMMANDS = {
+    "bare interpreter": [sys.executable, "-c", "pass"],
+    "import gnomon": [sys.executable, "-c", "import gnomon"],
+    "gnomon --help": [str(ENTRY), "--help"] if ENTRY.exists() else [sys.executable, "-m", "gnomon", "--help"],
+    "import torch": [sys.executable, "-c", "import torch"],
+}
+
+
+def main() -> None:
+    """Measure each command in turn, in the same run."""
+    seconds = {}
+    for name, command in COMMANDS.items():
+        seconds[name] = repeat(lambda command=command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), runs=9)
+        print(f"{name:18} {seconds[name]['median'] * 1000:7.0f} ms   ({seconds[name]['min'] * 1000:.0f} to {seconds[name]['max'] * 1000:.0f})")
+    save("startup", {"seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()

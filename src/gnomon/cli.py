@@ -1,0 +1,170 @@
+"""`gnomon VERB [RECIPE.toml] [key=value …]`: one function per verb, each importing only what it runs.
+
+Nothing here imports torch until a verb needs it. A `GnomonError` becomes one line on stderr and its exit status; usage errors
+end with 2, an interruption with 130. Read next: `gnomon.tour`, then the module that a verb's function imports.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gnomon.errors import ConfigError, GnomonError
+from gnomon.extend import suggestion
+
+EPILOG = "Recipes are TOML files in recipes/; any field can be set as a.b=c. `gnomon VERB --help` describes a verb."
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are `ConfigError`s, so that all errors look alike."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see: {self.prog} --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: six verbs."""
+    top = _Parser(prog="gnomon", description="Text in, a trained model of the Kimi K3 family out.", epilog=EPILOG)
+    top.add_argument("--version", action="version", version=_version())
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+
+    tour = verbs.add_parser("tour", help="the whole system in miniature, a few minutes on two cores")
+    tour.add_argument("--data", type=Path, nargs="+", help="files, folders or globs of your own text (default: the text found on this machine)")
+    tour.add_argument("--out", type=Path, default=Path("tour"), help="folder for the run and its report (default: tour)")
+
+    train = verbs.add_parser("train", help="pre-train from a recipe; the same command again resumes")
+    train.add_argument("recipe", type=Path, help="a recipe, or the recipe.toml of a run folder")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change, e.g. optimizer.learning_rate=1e-3")
+
+    sample = verbs.add_parser("sample", help="let a trained model continue a text")
+    sample.add_argument("run", type=Path, help="run folder, or a checkpoint in a released layout")
+    sample.add_argument("--prompt", default="", help="text to continue (default: start a document)")
+    sample.add_argument("--tokens", type=int, default=200, help="tokens to add at most (default: 200)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    sample.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+
+    export = verbs.add_parser("export", help="write a run as a checkpoint in the released Hugging Face layout")
+    export.add_argument("run", type=Path, help="run folder")
+    export.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+
+    show = verbs.add_parser("show", help="a recipe resolved, with a line about each field; or what a model costs")
+    show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change before showing")
+
+    verbs.add_parser("kernels", help="each operator and implementation on this machine: used, or refused and why")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        known = parser()
+        _check_verb(arguments)
+        parsed = known.parse_args(arguments)
+        if parsed.verb is None:
+            known.print_help()
+            return 0
+        VERBS[parsed.verb](parsed)
+    except GnomonError as error:
+        print(f"gnomon: error: {_one_line(error)}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("\ngnomon: interrupted; the same command again goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `gnomon show … | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _check_verb(arguments: Sequence[str]) -> None:
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        raise ConfigError(f"unknown verb '{arguments[0]}'{suggestion(arguments[0], list(VERBS))} (verbs: {', '.join(VERBS)})")
+
+
+def _one_line(error: GnomonError) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def _version() -> str:
+    from gnomon import __version__
+
+    return f"gnomon {__version__}"
+
+
+def _tour(parsed: argparse.Namespace) -> None:
+    from gnomon import tour
+
+    tour.run(data=parsed.data, out=parsed.out)
+
+
+def _train(parsed: argparse.Namespace) -> None:
+    from gnomon.train.loop import train
+    from gnomon.train.recipe import load_recipe
+
+    train(load_recipe(parsed.recipe, parsed.overrides))
+
+
+def _sample(parsed: argparse.Namespace) -> None:
+    from gnomon.train.sample import sample
+
+    for piece in sample(parsed.run, parsed.prompt, tokens=parsed.tokens, temperature=parsed.temperature, seed=parsed.seed):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    from gnomon.train.checkpoint import load_run
+    from gnomon.model.weights import save_pretrained
+
+    model, tokenizer, _ = load_run(parsed.run)
+    save_pretrained(model, parsed.out)
+    tokenizer.save(parsed.out)
+    print(f"wrote {parsed.out}")
+
+
+def _show(parsed: argparse.Namespace) -> None:
+    from gnomon.config import to_toml
+    from gnomon.model.config import PRESETS, ModelConfig, preset
+    from gnomon.train.recipe import load_recipe
+
+    what, path = parsed.what, Path(parsed.what)
+    if path.is_dir():
+        path = path / "recipe.toml"
+    if path.suffix == ".toml":
+        print(to_toml(load_recipe(path, parsed.overrides), docs=True), end="")
+        return
+    if path.suffix == ".json":
+        from gnomon.model.huggingface import read_config
+
+        config: ModelConfig = read_config(path)
+    else:
+        names = sorted(p.stem for p in PRESETS.glob("*.toml"))
+        if what not in names:
+            raise ConfigError(f"'{what}' is no recipe, run folder, config.json or preset{suggestion(what, names)} (presets: {', '.join(names)})")
+        config = preset(what, tuple(parsed.overrides))
+    from rich.console import Console
+    from rich.table import Table
+
+    from gnomon.model.card import card
+
+    table = Table("", what, box=None)
+    for label, value in card(config):
+        table.add_row(label, value)
+    Console().print(table)
+
+
+def _kernels(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gnomon.kernels.survey import table
+
+    Console().print(table())
+
+
+VERBS = {"tour": _tour, "train": _train, "sample": _sample, "export": _export, "show": _show, "kernels": _kernels}
+
+if __name__ == "__main__":
+    sys.exit(main())
