@@ -68,7 +68,8 @@ def _resolve(table: dict[str, Any], folder: Path, presets: Path | None, seen: tu
         return merge(_read(folder / name, presets, seen), own)
     choices = sorted(p.stem for p in presets.glob("*.toml")) if presets else []
     if presets is None or name not in choices:
-        raise ConfigError(f"extends = '{name}': no such preset{suggestion(name, choices)} (choices: {', '.join(choices)}; or a file ending in .toml)")
+        hint = suggestion(name, choices)
+        raise ConfigError(f"extends = '{name}': no such preset{hint} (choices: {', '.join(choices)}; or a file ending in .toml)")
     return merge(_read(presets / f"{name}.toml", presets, seen), own)
 
 
@@ -136,7 +137,7 @@ def _build(cls: Any, table: Any, where: str, path: tuple[str, ...]) -> Any:
 def _convert(hint: Any, value: Any, where: str, path: tuple[str, ...]) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if value is None or value == "none" and type(None) in args:
+        if value is None or (value == "none" and type(None) in args):
             return None
         return _first_that_fits([a for a in args if a is not type(None)], value, where, path)
     if origin is typing.Literal:
@@ -152,7 +153,7 @@ def _convert(hint: Any, value: Any, where: str, path: tuple[str, ...]) -> Any:
         if not isinstance(value, Mapping):
             raise _error(where, path, f"expected a table, got {value!r}")
         return {key: _convert(args[1], item, where, (*path, key)) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else _build(hint, value, where, path)
     return _scalar(hint, value, where, path)
 
@@ -162,7 +163,7 @@ def _scalar(hint: Any, value: Any, where: str, path: tuple[str, ...]) -> Any:
         return float(value)
     if hint is Path and isinstance(value, str):
         return Path(value)
-    if hint is Any or isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    if hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool))):
         return value
     raise _error(where, path, f"expected {hint.__name__}, got {value!r}")
 

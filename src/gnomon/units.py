@@ -4,6 +4,7 @@ Bytes are printed in binary units (KiB, MiB â€¦) and parsed in both (`MB` is 10â
 """
 
 import re
+from collections.abc import Mapping
 
 from gnomon.errors import ConfigError
 
@@ -17,7 +18,7 @@ _COUNT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def _parse(text: str, factors: dict[str, float], what: str) -> float:
+def _parse(text: str, factors: Mapping[str, float], what: str) -> float:
     match = _NUMBER.fullmatch(text)
     if match is None or match[2].lower() not in factors:
         known = ", ".join(unit for unit in factors if unit)

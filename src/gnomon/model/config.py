@@ -58,7 +58,7 @@ class ModelConfig:
     hidden_act: Literal["situ", "silu"] = setting("situ", "SiTU-GLU with smooth caps, or plain SwiGLU")
     activation_situ_beta: float = setting(4.0, "cap of the gate branch (report eq. 12)")
     activation_situ_linear_beta: float | None = setting(25.0, "cap of the up branch; none: linear")
-    attention_residuals: Literal["block", "full", "off"] = setting("block", "sources of a depth read: finished blocks of layers, every sublayer, or a plain residual")
+    attention_residuals: Literal["block", "full", "off"] = setting("block", "sources of a depth read: blocks of layers, every sublayer, or none")
     attn_res_block_size: int = setting(12, "decoder layers per depth block")
     rms_norm_eps: float = setting(1e-5, "epsilon of every norm but the MLA latents' (1e-6)")
     initializer_range: float = setting(0.02, "standard deviation of initial weights")
@@ -73,12 +73,14 @@ class ModelConfig:
                        "activation_situ_beta", "activation_situ_linear_beta")
         if self.hidden_size % MX_BLOCK:
             below, above = self.hidden_size // MX_BLOCK * MX_BLOCK, -(-self.hidden_size // MX_BLOCK) * MX_BLOCK
-            raise ConfigError(f"'hidden_size' is {self.hidden_size}, which is not divisible by {MX_BLOCK} (the MX block); use {below or above} or {above}")
+            raise ConfigError(f"'hidden_size' is {self.hidden_size}, which is not divisible by {MX_BLOCK} (the MX block); "
+                              f"use {below or above} or {above}")
         if not self.layer_pattern:
             raise ConfigError("'layer_pattern' is empty; name at least one mixer kind, e.g. [\"kda\", \"kda\", \"kda\", \"mla\"]")
         for kind in dict.fromkeys(self.layers):
             if kind not in self.mixers:
-                raise ConfigError(f"'layer_pattern' uses '{kind}', but there is no table 'mixers.{kind}' (known kinds: {', '.join(kinds(MIXERS))})")
+                raise ConfigError(f"'layer_pattern' uses '{kind}', but there is no table 'mixers.{kind}' "
+                                  f"(known kinds: {', '.join(kinds(MIXERS))})")
         if self.moe is not None:
             self._check_experts(self.moe)
 

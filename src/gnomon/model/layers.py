@@ -63,7 +63,8 @@ def initialise(module: nn.Module, seed: int, std: float) -> None:
 
     Linear maps and the embedding N(0, std); norms 1; depth queries 0, so that every depth read starts as a plain average
     (Attention Residuals §3); `A_log` 0 and `dt_bias` the inverse softplus of a log-uniform step (report §2.1.1, as in Mamba-2);
-    convolutions uniform in ±W^-½. Each tensor has its own stream keyed by seed and name, so that models which share a part share its weights.
+    convolutions uniform in ±W^-½. Each tensor has its own stream keyed by seed and name, so models that share
+    a part share its weights.
     """
     for name, parameter in module.named_parameters():
         generator = torch.Generator().manual_seed(_seed(seed, name))

@@ -1,0 +1,66 @@
+"""Sampling from a model, one token at a time over its states: enough to look at what was learned.
+
+Serving many requests at once is the engine's work; this is the plain loop it must agree with.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gnomon.config import setting
+from gnomon.errors import ConfigError
+from gnomon.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is drawn; temperature 0 takes the most likely one."""
+
+    temperature: float = setting(1.0, "divides the logits; 0 is greedy")
+    top_p: float = setting(0.95, "smallest set of tokens with this much probability; 1 keeps all")
+    max_tokens: int = setting(200, "stop after this many tokens")
+    seed: int = setting(0, "the same seed and prompt give the same tokens")
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"'temperature' is {self.temperature}; use 0 for greedy or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"'top_p' is {self.top_p}; it must be in (0, 1]")
+        if self.max_tokens < 1:
+            raise ConfigError(f"'max_tokens' is {self.max_tokens}; ask for at least 1")
+
+
+@torch.no_grad()
+def generate(model: Transformer, prompt: list[int], sampling: Sampling, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+    """Yield token ids after `prompt` until one of `stop` (not yielded) or `max_tokens`.
+
+    Raises `ConfigError` for an empty prompt or an id outside the vocabulary.
+    """
+    outside = [token for token in prompt if not 0 <= token < model.config.vocab_size]
+    if not prompt or outside:
+        problem = f"has ids outside the vocabulary: {outside[:5]}" if prompt else "is empty; give at least one token"
+        raise ConfigError(f"prompt {problem}")
+    device = model.model.embed_tokens.weight.device
+    random = torch.Generator(device).manual_seed(sampling.seed)
+    states = model.new_states(1, len(prompt) + sampling.max_tokens)
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(sampling.max_tokens):
+        logits = model(tokens, states=states, last_only=True)[0, -1]
+        token = draw(logits.float(), sampling, random)
+        if token in stop:
+            return
+        yield token
+        tokens = torch.tensor([[token]], device=device)
+
+
+def draw(logits: Float[Tensor, "V"], sampling: Sampling, random: torch.Generator) -> int:
+    """One token id from fp32 logits."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities, order = torch.softmax(logits / sampling.temperature, -1).sort(descending=True, stable=True)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = torch.where(before < sampling.top_p, probabilities, 0.0)
+    return int(order[torch.multinomial(kept, 1, generator=random)])
