@@ -12,7 +12,7 @@ from gnomon.kernels.operator import Operator
 prepare = Operator("kda", "prepare")
 decay = Operator("kda", "decay")
 recurrent = Operator("kda", "recurrent")
-chunk = Operator("kda", "chunk")
+chunk = Operator("kda", "chunk", any=("fused",))
 step = Operator("kda", "step")
 transition = Operator("kda", "transition")
 compose = Operator("kda", "compose")

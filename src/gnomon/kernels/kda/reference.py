@@ -113,8 +113,8 @@ def chunk(
     Every exponent is a sum of same-signed terms, so nothing overflows or cancels however strong the decay is, and no row
     depends on a later token.
     """
-    batch, time, heads, width = q.shape
-    layout = ChunkLayout.of(batch, time, cu_seqlens, CHUNK, q.device)
+    heads, width = q.shape[2:]
+    layout = ChunkLayout.of(q, cu_seqlens, CHUNK)
     q, k, v, g, b = (layout.to_chunks(_compute(x)) for x in (q, k, v, g, beta[..., None]))  # [chunks, H, C, ·]
     state = _initial(initial_state, v, layout.num_documents, heads, width)[layout.order]
 
