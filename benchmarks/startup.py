@@ -20,7 +20,8 @@ def main() -> None:
     seconds = {}
     for name, command in COMMANDS.items():
         seconds[name] = repeat(lambda command=command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), runs=9)
-        print(f"{name:18} {seconds[name]['median'] * 1000:7.0f} ms   ({seconds[name]['min'] * 1000:.0f} to {seconds[name]['max'] * 1000:.0f})")
+        median, low, high = (seconds[name][key] * 1000 for key in ("median", "min", "max"))
+        print(f"{name:18} {median:7.0f} ms   ({low:.0f} to {high:.0f})")
     save("startup", {"seconds": seconds})
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-from beartype import BeartypeConf, beartype  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import pytest
+from beartype import BeartypeConf, beartype
+from jaxtyping import install_import_hook
 
 # The hook takes the checker by a dotted name. An int is a float here, as PEP 484 says.
 checker = types.ModuleType("gnomon_shape_checker")

@@ -9,10 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
+
+if TYPE_CHECKING:
+    from gnomon.model.config import ModelConfig
 
 EPILOG = "Recipes are TOML files in recipes/; any field can be set as a.b=c. `gnomon VERB --help` describes a verb."
 
@@ -31,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
 
     tour = verbs.add_parser("tour", help="the whole system in miniature, a few minutes on two cores")
-    tour.add_argument("--data", type=Path, nargs="+", help="files, folders or globs of your own text (default: the text found on this machine)")
+    tour.add_argument("--data", type=Path, nargs="+", help="files, folders or globs (default: the text on this machine)")
     tour.add_argument("--out", type=Path, default=Path("tour"), help="folder for the run and its report (default: tour)")
 
     train = verbs.add_parser("train", help="pre-train from a recipe; the same command again resumes")
@@ -108,16 +111,25 @@ def _train(parsed: argparse.Namespace) -> None:
 
 
 def _sample(parsed: argparse.Namespace) -> None:
-    from gnomon.train.sample import sample
+    from gnomon.model.generate import Sampling, generate
+    from gnomon.train.checkpoint import load_run
 
-    for piece in sample(parsed.run, parsed.prompt, tokens=parsed.tokens, temperature=parsed.temperature, seed=parsed.seed):
-        print(piece, end="", flush=True)
-    print()
+    sampling = Sampling(temperature=parsed.temperature, max_tokens=parsed.tokens, seed=parsed.seed)
+    model, tokenizer, _ = load_run(parsed.run)
+    ids, shown = [], ""
+    print(parsed.prompt, end="")
+    for token in generate(model, tokenizer.encode(parsed.prompt) or [tokenizer.bos_id], sampling, frozenset({tokenizer.eos_id})):
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # a character may need more tokens than have come
+            print(text[len(shown):], end="", flush=True)
+            shown = text
+    print(tokenizer.decode(ids)[len(shown):])
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    from gnomon.train.checkpoint import load_run
     from gnomon.model.weights import save_pretrained
+    from gnomon.train.checkpoint import load_run
 
     model, tokenizer, _ = load_run(parsed.run)
     save_pretrained(model, parsed.out)
@@ -127,23 +139,23 @@ def _export(parsed: argparse.Namespace) -> None:
 
 def _show(parsed: argparse.Namespace) -> None:
     from gnomon.config import to_toml
-    from gnomon.model.config import PRESETS, ModelConfig, preset
-    from gnomon.train.recipe import load_recipe
+    from gnomon.model.config import PRESETS, preset
 
     what, path = parsed.what, Path(parsed.what)
     if path.is_dir():
         path = path / "recipe.toml"
     if path.suffix == ".toml":
+        from gnomon.train.recipe import load_recipe
+
         print(to_toml(load_recipe(path, parsed.overrides), docs=True), end="")
         return
     if path.suffix == ".json":
-        from gnomon.model.huggingface import read_config
-
-        config: ModelConfig = read_config(path)
+        config = _released_config(path)
     else:
         names = sorted(p.stem for p in PRESETS.glob("*.toml"))
         if what not in names:
-            raise ConfigError(f"'{what}' is no recipe, run folder, config.json or preset{suggestion(what, names)} (presets: {', '.join(names)})")
+            close = suggestion(what, names)
+            raise ConfigError(f"'{what}' is no recipe, run folder, config.json or preset{close} (presets: {', '.join(names)})")
         config = preset(what, tuple(parsed.overrides))
     from rich.console import Console
     from rich.table import Table
@@ -154,6 +166,17 @@ def _show(parsed: argparse.Namespace) -> None:
     for label, value in card(config):
         table.add_row(label, value)
     Console().print(table)
+
+
+def _released_config(path: Path) -> "ModelConfig":
+    import json
+
+    from gnomon.model.huggingface import to_model_config
+
+    try:
+        return to_model_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"'{path}' cannot be read: {error}") from None
 
 
 def _kernels(parsed: argparse.Namespace) -> None:

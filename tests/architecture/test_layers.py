@@ -47,9 +47,8 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in known else str(node.module))
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and node.args:
-            if isinstance(node.args[0], ast.Constant):
-                found.add(str(node.args[0].value))
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            found |= {str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)}
     return {module for module in found if module.split(".")[0] == "gnomon"}
 
 
@@ -100,7 +99,7 @@ def test_modules_form_no_knot() -> None:
 
 def test_torch_free_modules_do_not_load_torch() -> None:
     """One fresh interpreter imports them in turn and stops at the first that brings torch."""
-    names = [name for name in modules() if name.split(".")[1:2] and name.split(".")[1] in TORCH_FREE_PACKAGES or name in TORCH_FREE]
+    names = [name for name in modules() if (name.split(".")[1:2] and name.split(".")[1] in TORCH_FREE_PACKAGES) or name in TORCH_FREE]
     names += [name for name, path in modules().items() if path.name == "__init__.py" and name not in names]
     program = (f"import sys, importlib\nsys.path.insert(0, {str(SRC)!r})\n"
                f"for name in {names!r}:\n    importlib.import_module(name)\n"

@@ -3,7 +3,7 @@
 import inspect
 import re
 
-import gnomon.errors as errors
+from gnomon import errors
 from gnomon.errors import ConfigError, GnomonError
 
 
