@@ -43,7 +43,7 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *tensors, initial, layout, leaf = inputs
-        q, k, v, g, b = tensors[:4] + [tensors[4][..., None]]
+        q, k, v, g, b = *tensors[:4], tensors[4][..., None]
         ctx.dtypes, ctx.layout = [x.dtype for x in tensors], layout
         ctx.initial_dtype = None if initial is None else initial.dtype
         q, k, v, g, b = (layout.pack(x) for x in (q, k, v, g, b))  # [chunks·H, C, ·]
@@ -68,7 +68,7 @@ class _Chunk(torch.autograd.Function):
         layout: ChunkLayout = ctx.layout
         d_output = layout.pack(d_output)
         k_start, k_end, gamma = from_start * k, to_end * k, from_start[:, -1, :, None]
-        d_fixed, d_after, d_solved, d_initial = _retreat(
+        d_after, d_solved, d_initial = _retreat(
             torch.bmm(a_qk.mT, d_output), torch.bmm((from_start * q).mT, d_output), inverse, b * k_start, k_end, gamma, d_last, layout
         )
         d_beta = (d_solved * torch.baddbmm(error, a_kk, fixed, alpha=-1)).sum(-1, keepdim=True)
@@ -163,8 +163,8 @@ def _advance(
 
 def _retreat(
     d_fixed: Tensor, d_read: Tensor, inverse: Tensor, k_start: Tensor, k_end: Tensor, gamma: Tensor, d_last: Tensor, layout: ChunkLayout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_advance` backwards: the gradients of Ṽ, of the state after each chunk, of the solved values, of the initial states."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_advance` backwards: the gradients of the state after each chunk, of the solved values, of the initial states."""
     heads, d_last = layout.heads, layout.to_states(d_last.to(d_fixed.dtype))
     d_after, d_solved = torch.empty_like(d_read), torch.empty_like(d_fixed)
     stop, state = len(d_fixed), d_last[:0]
@@ -177,7 +177,7 @@ def _retreat(
         state = d_read[here].addcmul_(gamma[here], state).baddbmm_(k_start[here].mT, d_solved[here], alpha=-1)
         stop = here.start
     state = torch.cat([state, d_last[len(state) :]])
-    return d_fixed, d_after, d_solved, layout.from_states(state)
+    return d_after, d_solved, layout.from_states(state)
 
 
 def _start(initial: Tensor | None, k: Tensor, v: Tensor, layout: ChunkLayout) -> Tensor:

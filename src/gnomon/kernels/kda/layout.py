@@ -87,65 +87,6 @@ class ChunkLayout:
         flat = x.transpose(1, 2).reshape(self.num_chunks * self.size, heads * width)
         return flat.index_select(0, self.slots).view(self.batch, self.time, heads, width)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkLayout:
-    """Where each token of a packed stream sits among the chunks: `slots[token] = chunk · size + row`."""
-
-    batch: int
-    time: int
-    heads: int
-    size: int  # tokens in a chunk
-    slots: Tensor  # [N] int64
-    widths: list[int]  # how many documents have a chunk j; falls with j
-    order: Tensor  # [S] documents, longest first
-    num_documents: int
-
-    @classmethod
-    def of(cls, x: Tensor, cu_seqlens: Tensor | None, size: int) -> "ChunkLayout":
-        """The layout of the rows of x [B, T, H, …], or of the documents between `cu_seqlens`, in chunks of `size` tokens."""
-        batch, time, heads = x.shape[:3]
-        bounds = torch.tensor(document_bounds(batch, time, cu_seqlens))
-        lengths = bounds[1:] - bounds[:-1]  # [S]
-        chunks = (lengths + size - 1) // size
-        order = torch.argsort(chunks, descending=True, stable=True)
-        most = int(chunks.max()) if len(chunks) else 0
-        widths = (chunks[:, None] > torch.arange(most)).sum(0)  # [most]
-        starts = widths.cumsum(0) - widths
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [N]
-        index = torch.arange(batch * time) - bounds[:-1][document]  # position inside the document
-        slots = (starts[index // size] + place[document]) * size + index % size
-        return cls(
-            batch=batch,
-            time=time,
-            heads=heads,
-            size=size,
-            slots=slots.to(x.device),
-            widths=widths.tolist(),
-            order=order.to(x.device),
-            num_documents=len(lengths),
-        )
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of all documents together."""
-        return sum(self.widths)
-
-    def to_chunks(self, x: Tensor) -> Tensor:
-        """[B, T, H, X] to [chunks, H, size, X], zero where a chunk is padding."""
-        heads, width = x.shape[2], x.shape[3]
-        flat = x.new_zeros(self.num_chunks * self.size, heads * width)
-        flat = flat.index_copy(0, self.slots, x.reshape(-1, heads * width))
-        return flat.view(self.num_chunks, self.size, heads, width).transpose(1, 2)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """[chunks, H, size, X] back to [B, T, H, X]."""
-        heads, width = x.shape[1], x.shape[3]
-        flat = x.transpose(1, 2).reshape(self.num_chunks * self.size, heads * width)
-        return flat.index_select(0, self.slots).view(self.batch, self.time, heads, width)
-
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, H, X] to [chunks · H, size, X] in one piece of memory, in the precision of the computation; outside autograd."""
         width = x.shape[3]
