@@ -56,7 +56,7 @@ def test_the_meaning_is_documented(operator: Operator) -> None:
     assert inspect.getdoc(operator.reference)
 
 
-@pytest.mark.parametrize(("device", "operator", "module"), PAIRS, ids=lambda x: str(x))
+@pytest.mark.parametrize(("device", "operator", "module"), PAIRS, ids=str)
 def test_implementation_equals_the_reference(device: str, operator: Operator, module: str) -> None:
     if device not in devices():
         pytest.skip(f"no {device} device here")
@@ -72,13 +72,15 @@ def test_implementation_equals_the_reference(device: str, operator: Operator, mo
         same(gradients(run, asking), gradients(operator.reference, asking))
 
 
-@pytest.mark.parametrize(("device", "operator", "module"), PAIRS, ids=lambda x: str(x))
+@pytest.mark.parametrize(("device", "operator", "module"), PAIRS, ids=str)
 def test_implementation_takes_the_arguments_of_the_reference(device: str, operator: Operator, module: str) -> None:
     if module == "fla" and device not in devices():
         pytest.skip("the GPU package is absent here")
     expected = list(inspect.signature(operator.reference).parameters)
     assert list(inspect.signature(getattr(operator.module(module), operator.name)).parameters) == expected
-    assert list(inspect.signature(getattr(operator.module(module), f"refuse_{operator.name}")).parameters) == expected
+    refuse = inspect.signature(getattr(operator.module(module), f"refuse_{operator.name}"))
+    refuse.bind(*expected)
+    refuse.bind(**dict.fromkeys(expected))
 
 
 def test_the_survey_lists_each_operator_and_ends_each_with_its_reference() -> None:
