@@ -43,7 +43,8 @@ def config(arch, **changes):
 def tensors(c, seed=0):
     """Every text tensor by its released name without prefix, float32, drawn from a generator keyed by seed and name."""
     h, lin, heads = c["hidden_size"], c["linear_attn_config"], c["num_attention_heads"]
-    inner, n, r, d, rank = lin["num_heads"] * lin["head_dim"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"], c["kv_lora_rank"]
+    inner, rank = lin["num_heads"] * lin["head_dim"], c["kv_lora_rank"]
+    n, r, d = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     latent, width = c.get("routed_expert_hidden_size") or h, c["moe_intermediate_size"]
     out = {}
 
@@ -144,7 +145,7 @@ def stored(name, value, k3):
     if ".experts." in name and k3:
         packed, scale = pack(value)
         return [(name + "_packed", "U8", packed), (name + "_scale", "U8", scale)], unpack(packed, scale)
-    fp32 = name.endswith(("A_log", "dt_bias", "e_score_correction_bias")) or k3 and ("conv1d" in name or "o_norm" in name)
+    fp32 = name.endswith(("A_log", "dt_bias", "e_score_correction_bias")) or (k3 and ("conv1d" in name or "o_norm" in name))
     if name.endswith("A_log"):
         raw = np.concatenate([value, np.zeros(-len(value) % 128, np.float32)]) if k3 else value.reshape(1, 1, -1, 1)
         return [(name, "F32", raw)], value
@@ -206,6 +207,7 @@ def vision_tensors(hidden_size, seed=0):
         for name, shape in {"norm0": (8,), "norm1": (8,), "wqkv": (36, 8), "wo": (8, 12), "mlp.fc0": (16, 8), "mlp.fc1": (8, 16)}.items():
             shapes[f"encoder.blocks.{b}.{name}"] = shape
     names = {f"vision_tower.{name}.weight": shape for name, shape in shapes.items()}
-    names |= {"mm_projector.proj.0.weight": (32, 32), "mm_projector.proj.2.weight": (hidden_size, 32), "mm_projector.post_norm.weight": (hidden_size,)}
+    names |= {f"mm_projector.{name}.weight": shape for name, shape in
+              {"proj.0": (32, 32), "proj.2": (hidden_size, 32), "post_norm": (hidden_size,)}.items()}
     rng = np.random.default_rng(seed)
     return [(name, "BF16", to_bf16(rng.normal(size=shape))) for name, shape in names.items()]

@@ -104,7 +104,7 @@ def _refuse_unknown_meaning(text: dict[str, Any]) -> None:
             raise CheckpointError(f"config.json: '{name}' is {text[name]!r}: {meaning} would be needed, which gnomon does not have")
     heads, shared = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if shared is not None and shared != heads:
-        raise CheckpointError(f"config.json: 'num_key_value_heads' is {shared} and 'num_attention_heads' {heads}: latent attention has one count")
+        raise CheckpointError(f"config.json: 'num_key_value_heads' is {shared} and 'num_attention_heads' {heads}; latent attention has one")
 
 
 def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ def k3_features(config: ModelConfig) -> list[str]:
 
 def _text_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     kda, mla, moe = config.mixers.get("kda"), config.mixers.get("mla"), config.moe
-    heads = mla.num_attention_heads if mla is not None else kda.num_heads
+    heads = config.mixers["kda"].num_heads if mla is None else mla.num_attention_heads
     text: dict[str, Any] = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": dtype}
     text |= {name: getattr(config, name) for name in _DIRECT}
     text |= {"num_attention_heads": heads, "num_key_value_heads": heads, "mla_use_nope": True, "use_cache": True,
@@ -225,8 +225,8 @@ def _text_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     lists: dict[str, Any] = {"kda_layers": _numbers(config, "kda"), "full_attn_layers": _numbers(config, "mla")}
     text["linear_attn_config"] = lists | (_present(kda, _KDA) if kda is not None else {})
     text |= {} if mla is None else {name: getattr(mla, name) for name in _MLA if name != "mla_use_output_gate"}
-    no_experts = {"num_experts": 0, "num_experts_per_token": 1, "moe_intermediate_size": 0, "first_k_dense_replace": config.num_hidden_layers}
-    text |= no_experts if moe is None else _present(moe, _MOE)
+    dense = {"num_experts": 0, "num_experts_per_token": 1, "moe_intermediate_size": 0, "first_k_dense_replace": config.num_hidden_layers}
+    text |= dense if moe is None else _present(moe, _MOE)
     text |= {"moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "topk_method": "noaux_tc"}
     if config.family == "kimi_linear":
         return text | {"model_max_length": CONTEXT, "head_dim": config.hidden_size // heads, "rope_theta": 10000.0, "rope_scaling": None}

@@ -8,8 +8,11 @@ of the model. Read next: `weights.py`, which knows what the tensors mean.
 import json
 import math
 import os
+import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +36,9 @@ PIECE = 16 << 20
 
 READ_LIMIT = 1 << 30
 """Bytes asked of one read call; Linux returns at most 2 GiB minus one page."""
+
+LONG = 1 << 30
+"""Bytes from which a progress bar is worth its lines."""
 
 _MAX_HEADER = 256 << 20
 
@@ -71,7 +77,7 @@ class Stored:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _fill(readinto: Callable[[memoryview], int | None], tensor: Tensor, path: Path) -> None:
@@ -115,7 +121,7 @@ def _check_ranges(path: Path, base: int, size: int, entries: dict[str, Stored]) 
         if entry.tag not in DTYPES:
             raise CheckpointError(f"{path.name}: {name} has the unknown type {entry.tag}")
         if entry.start != end or entry.stop - entry.start != math.prod(entry.shape) * DTYPES[entry.tag].itemsize:
-            raise CheckpointError(f"{path.name}: the header is damaged (byte range of {name} does not fit shape {list(entry.shape)} {entry.tag})")
+            raise CheckpointError(f"{path.name}: the header is damaged ({name}: byte range does not fit {list(entry.shape)} {entry.tag})")
         end = entry.stop
     if end != size:
         raise CheckpointError(f"{path.name}: {size} bytes where the header announces {end}; the file is "
@@ -169,3 +175,42 @@ def write(path: Path, planned: list[Planned], advance: Callable[[int], None]) ->
                 raise CheckpointError(f"{item.name}: {written} bytes produced, {item.nbytes} announced")
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A fresh folder beside `folder` that takes its place when the block ends well, and disappears when it does not."""
+    if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: exists and is not a checkpoint; choose another folder or empty it")
+    fresh, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
+    try:
+        if old.exists() and not folder.exists():  # a writer was killed between the two renames below
+            old.rename(folder)
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        yield fresh
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        kept = "; the previous checkpoint is untouched" if folder.exists() else ""
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}){kept}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextmanager
+def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over bytes when there are many and someone is watching."""
+    if total < LONG or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.advance(task, done)

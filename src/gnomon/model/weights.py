@@ -11,10 +11,7 @@ Read next: `tensorfile.py` for the file format, `huggingface.py` for `config.jso
 import json
 import os
 import re
-import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +30,7 @@ PREFIX = {"kimi_k3": "language_model.", "kimi_linear": ""}
 """What stands before each text tensor's name."""
 
 ALWAYS_FP32 = ("A_log", "dt_bias", "e_score_correction_bias")
-"""Ends of the names of tensors that are fp32 in any checkpoint: rounding them changes which experts are chosen and how fast state decays."""
+"""Ends of the names of tensors that are fp32 in any checkpoint: rounding them changes choices of experts and rates of decay."""
 
 K3_FP32 = ("_conv1d.weight", "o_norm.weight")
 """Ends of the names of tensors that the K3 release stores as fp32 besides."""
@@ -45,7 +42,7 @@ SHARD_BYTES = 5_000_000_000
 """Size at which a new shard begins."""
 
 _FLOATS = ("F32", "BF16", "F16")
-_LONG = 1 << 30  # bytes from which a progress bar is worth its lines
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 _SHOWN = 20  # problems listed in full
 
 
@@ -96,14 +93,14 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
     plan, untouched = _match(model, found, problems)
     if problems:
         raise CheckpointError(_report(folder, problems))
-    bulk = dtype or getattr(torch, _dtype_name(table), torch.bfloat16)
+    bulk = dtype or _dtype(table)
     total = sum(stored.stop - stored.start for _, parts in plan for stored in parts)
-    with _progress(f"reading {folder.name}", total) as advance:
+    with tensorfile.progress_bar(f"reading {folder.name}", total) as advance:
         for group in _by_target(plan):
             _materialise(model, group, dtype, bulk, torch.device(device))
             advance(sum(stored.stop - stored.start for _, parts in group for stored in parts))
     model.untouched = {name: stored.read() for name, stored in untouched.items()}
-    model.untouched_config = huggingface.carried(table)
+    vars(model)["untouched_config"] = huggingface.carried(table)
     return model
 
 
@@ -119,9 +116,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return table
 
 
-def _dtype_name(table: dict[str, Any]) -> str:
-    text = table.get("text_config", {})
-    return str(table.get("dtype") or table.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+def _dtype(table: dict[str, Any]) -> torch.dtype:
+    """What packed weights are decoded to: the type that config.json states (`torch_dtype` in older files)."""
+    names = [part.get(key) for part in (table, table.get("text_config", {})) for key in ("dtype", "torch_dtype")]
+    name = next(filter(None, names), "bfloat16")
+    if name not in _DTYPES:
+        raise CheckpointError(f"config.json: 'dtype' is {name!r}; gnomon reads {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
@@ -218,7 +219,8 @@ def _materialise(model: Transformer, group: list[Match], dtype: torch.dtype | No
     module = model.get_submodule(owner)
     old = getattr(module, leaf)
     stored = tensorfile.DTYPES[parts[0].tag]
-    kept = slot.name.endswith(ALWAYS_FP32) or slot.name.endswith(K3_FP32) and model.config.family == "kimi_k3" and stored == torch.float32
+    released_fp32 = slot.name.endswith(K3_FP32) and model.config.family == "kimi_k3"
+    kept = slot.name.endswith(ALWAYS_FP32) or (released_fp32 and stored == torch.float32)
     own = torch.float32 if kept else dtype or (stored if len(parts) == 1 else bulk)
     new = torch.empty(old.shape, dtype=own, device=device)
     for slot, parts in group:
@@ -265,13 +267,13 @@ def save_pretrained(
     table = huggingface.to_released(model.config, str(bulk).removeprefix("torch."), quantize)
     table |= getattr(model, "untouched_config", {})
     planned = list(_planned(model, quantize, dtype))
-    with _replacing(folder) as fresh, _progress(f"writing {folder.name}", sum(item.nbytes for item in planned)) as advance:
+    with tensorfile.replacing(folder) as fresh, tensorfile.progress_bar(f"writing {folder.name}", sum(item.nbytes for item in planned)) as advance:
         _write_json(fresh / "config.json", table)
         _write_json(fresh / "generation_config.json", huggingface.generation_config(model.config))
         if tokenizer is not None:
             tokenizer.save(fresh)
         shards = _shards(planned, max_shard_bytes)
-        where = {}
+        where: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensorfile.write(fresh / file, shard, advance)
@@ -283,14 +285,14 @@ def save_pretrained(
 def _planned(model: Transformer, quantize: bool, dtype: torch.dtype | None) -> Iterator[Planned]:
     tensors = model.state_dict()
     if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise CheckpointError(f"{len(meta)} tensors have shapes but no values (first: {meta[0]}); load or initialise the model before saving it")
+        raise CheckpointError(f"{len(meta)} tensors have shapes but no values (first: {meta[0]}); load or initialise before saving")
     k3 = model.config.family == "kimi_k3"
     for slot in slots(model):
         tensor = tensors[slot.target] if slot.expert is None else tensors[slot.target][slot.expert]
         if slot.expert is not None and quantize:
             yield from _packed(slot.name, tensor)
             continue
-        kept = slot.name.endswith(ALWAYS_FP32) or k3 and dtype is not None and slot.name.endswith(K3_FP32)
+        kept = slot.name.endswith(ALWAYS_FP32) or (k3 and dtype is not None and slot.name.endswith(K3_FP32))
         own = torch.float32 if kept else dtype or tensor.dtype
         if slot.name.endswith("A_log"):
             heads = tensor.numel()
@@ -349,42 +351,3 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A fresh folder beside `folder` that takes its place when the block ends well, and disappears when it does not."""
-    if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: exists and is not a checkpoint; choose another folder or empty it")
-    fresh, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
-    try:
-        if old.exists() and not folder.exists():  # a writer was killed between the two renames below
-            old.rename(folder)
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        yield fresh
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        kept = "; the previous checkpoint is untouched" if folder.exists() else ""
-        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}){kept}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-@contextmanager
-def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes when there are many and someone is watching."""
-    if total < _LONG or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda done: progress.advance(task, done)
