@@ -105,9 +105,9 @@ def _tour(parsed: argparse.Namespace) -> None:
 
 def _train(parsed: argparse.Namespace) -> None:
     from gnomon.train.loop import train
-    from gnomon.train.recipe import load_recipe
+    from gnomon.train.recipe import load
 
-    train(load_recipe(parsed.recipe, parsed.overrides))
+    train(load(parsed.recipe, tuple(parsed.overrides)))
 
 
 def _sample(parsed: argparse.Namespace) -> None:
@@ -145,9 +145,9 @@ def _show(parsed: argparse.Namespace) -> None:
     if path.is_dir():
         path = path / "recipe.toml"
     if path.suffix == ".toml":
-        from gnomon.train.recipe import load_recipe
+        from gnomon.train.recipe import load
 
-        print(to_toml(load_recipe(path, parsed.overrides), docs=True), end="")
+        print(to_toml(load(path, tuple(parsed.overrides)), docs=True), end="")
         return
     if path.suffix == ".json":
         config = _released_config(path)
