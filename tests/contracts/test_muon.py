@@ -9,7 +9,8 @@ from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model.config import ModelConfig
 from gnomon.model.parts import KDAConfig, MLAConfig
 from gnomon.train import muon as module
-from gnomon.train.muon import Muon, MuonConfig
+from gnomon.train.muon import Muon
+from gnomon.train.settings import MuonConfig
 from gnomon.train.units import all_units, head_rows, is_matrix, split
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, layer_pattern=("kda", "mla"), intermediate_size=64, mixers={

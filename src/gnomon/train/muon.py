@@ -16,41 +16,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gnomon.config import setting
-from gnomon.errors import CheckpointError, ConfigError
+from gnomon.errors import CheckpointError
 from gnomon.kernels.newton_schulz import newton_schulz
+from gnomon.train.settings import MuonConfig
 from gnomon.train.units import TABLES, Unit, is_matrix, split
 
 UPDATE_RMS = 0.2  # Moonlight eq. 4: what AdamW's updates measure
 BATCH_ELEMENTS = 1 << 24  # elements orthogonalised together; bounds the working memory of a step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MuonConfig:
-    """The optimiser. The learning rate is the peak of the schedule and serves Muon and AdamW alike."""
-
-    learning_rate: float = setting(2e-3, "peak learning rate")
-    weight_decay: float = setting(0.1, "decoupled decay of matrices and token tables; vectors have none")
-    momentum: float = setting(0.95, "Muon's momentum, Nesterov")
-    newton_schulz_steps: int = setting(5, "iterations of the orthogonalisation")
-    per_head: bool = setting(True, "orthogonalise queries, keys and values head by head; false: whole projections")
-    adam_betas: tuple[float, ...] = setting((0.9, 0.95), "AdamW's decay rates")
-    adam_epsilon: float = setting(1e-8, "AdamW's epsilon")
-    clip_gradient: float | None = setting(1.0, "largest global gradient norm; none: no clipping")
-    clip_logits: float | None = setting(100.0, "tau of QK-Clip on the latent attention's logits; none: no clipping")
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "adam_epsilon", "clip_gradient", "clip_logits"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"'{name}' is {value}; it must be positive")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"'momentum' is {self.momentum}; it must be at least 0 and below 1")
-        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
-            raise ConfigError(f"'adam_betas' is {list(self.adam_betas)}; give two rates, each at least 0 and below 1")
-        if self.weight_decay < 0 or self.newton_schulz_steps < 1:
-            raise ConfigError(f"'weight_decay' {self.weight_decay} must not be negative and 'newton_schulz_steps' "
-                              f"{self.newton_schulz_steps} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,172 @@
+"""`TrainRecipe`: all that a pre-training run is made of, as one TOML file; free of torch.
+
+A run is a list of stages, each with a context length; the data position, the optimiser and the schedule go through all of them.
+Read next: `loop.py`, which runs it; `recipes/` for complete ones.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gnomon import config as toml
+from gnomon.config import setting
+from gnomon.errors import ConfigError
+from gnomon.model.config import PRESETS, ModelConfig
+from gnomon.train.schedule import Schedule
+from gnomon.train.settings import BalanceConfig, MuonConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One part of the data mixture."""
+
+    paths: tuple[str, ...] = setting((), "files, folders and globs; empty: the text found on this machine")
+    weight: float = setting(1.0, "share of the tokens, relative to the other sources")
+    text_field: str = setting("text", "field that holds the text in jsonl and parquet files")
+    max_bytes: int | None = setting(None, "only with empty paths: bytes of text to take from this machine; none: all the default takes")
+
+    def __post_init__(self) -> None:
+        if self.weight < 0:
+            raise ConfigError(f"'weight' is {self.weight}; a share must not be negative")
+        if self.max_bytes is not None and (self.paths or self.max_bytes <= 0):
+            raise ConfigError(f"'max_bytes' is {self.max_bytes}; it must be positive and goes with empty 'paths' only")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What is read, and how it becomes tokens."""
+
+    sources: tuple[SourceConfig, ...] = setting((SourceConfig(),), "parts of the mixture")
+    tokenizer: Path | None = setting(None, "folder of a tokenizer; none: train one on the sources, of the model's vocab_size")
+    held_out: float = setting(0.01, "share of the text that is kept out of training and evaluated on")
+    cache: Path | None = setting(None, "folder of the tokenised shards; none: inside the run folder")
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError("'sources' is empty; leave it out to train on the text of this machine")
+        if not 0 <= self.held_out <= 0.5:
+            raise ConfigError(f"'held_out' is {self.held_out}; it is a share between 0 and 0.5")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A stretch of the run at one context length (report §3: 8K → 64K → 256K → 1M)."""
+
+    context: int = setting(doc="tokens per row")
+    steps: int | None = setting(None, "optimiser steps of the stage")
+    tokens: int | None = setting(None, "tokens of the stage, instead of steps; rounded up to whole steps")
+    long_exponent: float = setting(0.0, "documents are seen about (length/median)^exponent times per epoch; 0: once each")
+    weights: tuple[float, ...] | None = setting(None, "shares of the sources in this stage; none: those of the sources")
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.tokens is None):
+            raise ConfigError(f"stage with context {self.context}: give either 'steps' or 'tokens'")
+        if (self.steps or self.tokens or 0) <= 0 or self.context < 2:
+            raise ConfigError(f"stage with context {self.context}: 'context' must be at least 2 and 'steps' or 'tokens' positive")
+        if not 0 <= self.long_exponent <= 4:
+            raise ConfigError(f"'long_exponent' is {self.long_exponent}; use 0 to 4")
+
+    def num_steps(self, batch_tokens: int) -> int:
+        """Optimiser steps of the stage."""
+        return self.steps if self.steps is not None else -(-(self.tokens or 0) // batch_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """Loss on held-out text, by position, and bits per byte."""
+
+    every: int = setting(0, "steps between evaluations; 0: only at the end")
+    tokens: int = setting(65_536, "held-out tokens to read, rounded up to whole batches")
+    contexts: tuple[int, ...] = setting((), "context lengths to evaluate at the end; empty: the last stage's and twice that")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When state is saved."""
+
+    every_steps: int = setting(200, "optimiser steps between checkpoints; 0: by time only")
+    every_seconds: float = setting(600.0, "seconds after which a checkpoint is due whatever the step; 0: by steps only")
+    keep: int = setting(2, "checkpoints kept; older ones are removed after a newer one is whole")
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"'keep' is {self.keep}; at least one checkpoint must stay")
+        if self.every_steps < 0 or self.every_seconds < 0:
+            raise ConfigError("'every_steps' and 'every_seconds' must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRecipe:
+    """A pre-training run. Raises `ConfigError` for parts that do not fit together, naming field, value and remedy."""
+
+    run: Path = setting(Path("runs/train"), "folder of the run: recipe, tokenizer, metrics, checkpoints, report")
+    seed: int = setting(0, "decides the initial weights and the order of the data")
+    model: ModelConfig = setting(doc="shape of the model; extends = \"tiny\" takes a preset")
+    data: DataConfig = setting(DataConfig(), "text, tokenizer, mixture")
+    stages: tuple[Stage, ...] = setting(doc="context lengths in order")
+    batch_tokens: int = setting(16_384, "tokens per optimiser step, over all ranks; the one dial of batch size")
+    micro_batch_tokens: int | None = setting(None, "tokens per forward pass and rank; none: all at once. Changes memory, not results")
+    optimizer: MuonConfig = setting(MuonConfig(), "Per-Head Muon and AdamW")
+    schedule: Schedule = setting(Schedule(), "learning rate over the run")
+    balance: BalanceConfig = setting(BalanceConfig(), "load balance of the experts")
+    precision: Literal["fp32", "bf16"] = setting("fp32", "fp32, or bf16 autocast with fp32 weights")
+    activation_checkpointing: Literal["none", "block"] = setting("none", "block: keep only each layer's input and recompute the rest")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train; auto: the GPU where there is one")
+    start_from: Path | None = setting(None, "run folder whose last weights and tokenizer are the start; none: from scratch")
+    evaluate: EvaluateConfig = setting(EvaluateConfig(), "held-out loss")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "when state is saved")
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError("'stages' is empty; give at least one, e.g. [[stages]] with context = 512 and steps = 200")
+        for index, stage in enumerate(self.stages):
+            self._check_stage(f"stages.{index}.context", stage)
+
+    def _check_stage(self, where: str, stage: Stage) -> None:
+        taps = max((getattr(m, "short_conv_kernel_size", 0) for m in self.model.mixers.values()), default=0)
+        if stage.context < taps:
+            raise ConfigError(f"'{where}' is {stage.context}, shorter than the short convolution, which spans {taps} tokens; "
+                              f"use at least {taps}")
+        if self.batch_tokens % stage.context:
+            multiple = -(-self.batch_tokens // stage.context) * stage.context
+            raise ConfigError(f"'batch_tokens' is {self.batch_tokens}, no multiple of '{where}' = {stage.context}; use {multiple}")
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens < stage.context:
+            raise ConfigError(f"'micro_batch_tokens' is {self.micro_batch_tokens}, less than one row of '{where}' = {stage.context}; "
+                              f"use at least {stage.context}")
+        if stage.weights is not None and len(stage.weights) != len(self.data.sources):
+            name = where.removesuffix("context") + "weights"
+            raise ConfigError(f"'{name}' has {len(stage.weights)} shares for {len(self.data.sources)} sources; give one each")
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of all stages."""
+        return sum(stage.num_steps(self.batch_tokens) for stage in self.stages)
+
+    def stage_at(self, step: int) -> tuple[int, Stage]:
+        """Index and stage of a 0-based step; the last stage from its end on."""
+        first = 0
+        for index, stage in enumerate(self.stages):
+            first += stage.num_steps(self.batch_tokens)
+            if step < first:
+                return index, stage
+        return len(self.stages) - 1, self.stages[-1]
+
+    def micro_batches(self, context: int, world: int) -> int:
+        """Forward passes per step and rank at a context length; raises `ConfigError` when rows cannot be shared out evenly."""
+        rows = self.batch_tokens // context
+        if rows % world:
+            raise ConfigError(f"'batch_tokens' = {self.batch_tokens} is {rows} rows of {context} tokens, which {world} ranks cannot share; "
+                              f"use a multiple of {world * context}")
+        own = rows // world
+        most = own if self.micro_batch_tokens is None else max(1, self.micro_batch_tokens // context)
+        return next(parts for parts in range(1, own + 1) if own % parts == 0 and own // parts <= most)
+
+    def evaluation_contexts(self) -> tuple[int, ...]:
+        """Context lengths of the last evaluation."""
+        last = self.stages[-1].context
+        return self.evaluate.contexts or (last, 2 * last)
+
+
+def load(path: Path, overrides: tuple[str, ...] = ()) -> TrainRecipe:
+    """Read a recipe with overrides `a.b=c`; `[model] extends = "tiny"` takes a preset."""
+    return toml.load(TrainRecipe, path, overrides, PRESETS)
