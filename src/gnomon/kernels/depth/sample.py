@@ -1,4 +1,4 @@
-"""Small typical inputs of the operators here, for `gnomon kernels` and the contract tests."""
+"""Small typical inputs of the depth operators, for the survey and the contract test. Read next: `reference.py`."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import torch
 
 
 def samples(device: str) -> dict[str, tuple[Any, ...]]:
-    """Positional arguments of each operator, on a device."""
-    torch.manual_seed(0)
-    sources = [torch.randn(2, 24, 64, device=device) for _ in range(4)]
-    queries, eps = torch.randn(3, 64, device=device), 1e-5
-    partials = (torch.randn(2, 24, device=device), 1.0 + torch.rand(2, 24, device=device), torch.randn(2, 24, 64, device=device))
+    """Arguments of each operator of this folder: four sources of two rows of seven tokens."""
+    draw = torch.Generator().manual_seed(0)
+    sources = [torch.randn(2, 7, 24, generator=draw).to(device) for _ in range(4)]
+    query = torch.randn(24, generator=draw).to(device)
+    partials = tuple(torch.rand(*shape, generator=draw).to(device) + 1.0 for shape in ((2, 7), (2, 7), (2, 7, 24)))
     return {
-        "depth_read": (sources, queries[0], eps),
-        "depth_weights": (sources, queries[0], eps),
-        "bank_partials": (sources[:-1], queries, eps),
-        "merge": (partials, sources[-1], queries[0], eps),
+        "depth_read": (sources, query, 1e-5),
+        "depth_weights": (sources, query, 1e-5),
+        "bank_partials": (sources, torch.stack((query, -query)), 1e-5),
+        "merge": (partials, sources[0], query, 1e-5),
     }

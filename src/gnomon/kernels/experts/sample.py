@@ -1,4 +1,4 @@
-"""Small typical inputs of the operators here, for `gnomon kernels` and the contract tests."""
+"""Small typical inputs of the routed experts, for the survey and the contract test. Read next: `reference.py`."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import torch
 
 
 def samples(device: str) -> dict[str, tuple[Any, ...]]:
-    """Positional arguments of each operator, on a device."""
-    torch.manual_seed(0)
-    tokens, width, inner, count, k = 48, 32, 64, 6, 2
-    z = torch.randn(tokens, width, device=device)
-    gate, up = (0.3 * torch.randn(count, inner, width, device=device) for _ in range(2))
-    down = 0.3 * torch.randn(count, width, inner, device=device)
-    scores = torch.rand(tokens, count - 1, device=device)  # the last expert gets no token
-    weights, ids = scores.topk(k, dim=-1)
-    return {"experts": (z, gate, up, down, ids, weights, 4.0, 25.0)}
+    """Arguments of the operator: 30 tokens, 3 of 6 experts each, one expert left without any token."""
+    draw = torch.Generator().manual_seed(0)
+    tokens, experts, chosen, hidden, latent = 30, 6, 3, 12, 20
+    z = torch.randn(tokens, latent, generator=draw)
+    w_gate, w_up = (torch.randn(experts, hidden, latent, generator=draw) * latent**-0.5 for _ in range(2))
+    w_down = torch.randn(experts, latent, hidden, generator=draw) * hidden**-0.5
+    ids = torch.rand(tokens, experts - 1, generator=draw).topk(chosen, dim=-1).indices
+    weights = torch.rand(tokens, chosen, generator=draw)
+    return {"experts": (*(t.to(device) for t in (z, w_gate, w_up, w_down, ids, weights)), 4.0, 25.0)}

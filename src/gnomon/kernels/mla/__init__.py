@@ -1,11 +1,11 @@
 """Latent attention without positions (gated MLA, report §2.1.2): causal softmax attention and its decode on the compressed cache.
 
-`reference.py` is the meaning, with explicit scores.
+`reference.py` is the meaning, with explicit scores; `sdpa.py` runs documents of similar length together in PyTorch's flash kernel.
 Read next: `gnomon/model/mixers/mla.py`, which makes queries, keys and the latent.
 """
 
 from gnomon.kernels.operator import Operator
 
-attention = Operator("mla", "attention")
+attention = Operator("mla", "attention", any=("sdpa",))
 max_logits = Operator("mla", "max_logits")
 absorbed = Operator("mla", "absorbed")

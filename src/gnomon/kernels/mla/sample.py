@@ -1,4 +1,4 @@
-"""Small typical inputs of the operators here, for `gnomon kernels` and the contract tests."""
+"""Small typical inputs of the MLA operators, for the survey and the contract test. Read next: `reference.py`."""
 
 from typing import Any
 
@@ -6,17 +6,18 @@ import torch
 
 
 def samples(device: str) -> dict[str, tuple[Any, ...]]:
-    """Positional arguments of each operator, on a device."""
-    torch.manual_seed(0)
-    batch, time, heads, nope, rope, value, latent = 2, 24, 3, 16, 8, 16, 32
-    q, k = (torch.randn(batch, time, heads, nope + rope, device=device) for _ in range(2))
-    v = torch.randn(batch, time, heads, value, device=device)
-    scale = (nope + rope) ** -0.5
-    cache = torch.randn(batch, 40, latent + rope, device=device)
-    kv_b = 0.2 * torch.randn(heads, nope + value, latent, device=device)
-    lengths = torch.tensor([40, 25], device=device)
+    """Arguments of each operator of this folder: packed documents of 5, 0, 70, 1 and 9 tokens; a cache with two sequences."""
+    draw = torch.Generator().manual_seed(0)
+    borders = torch.tensor([0, 5, 5, 75, 76, 85], dtype=torch.int32)
+    q, k = (torch.randn(1, 85, 2, 12, generator=draw).to(device) for _ in range(2))
+    v = torch.randn(1, 85, 2, 8, generator=draw).to(device)
+    q_n, q_r = (torch.randn(2, 3, 2, width, generator=draw).to(device) for width in (8, 4))
+    cache = torch.randn(2, 11, 10, generator=draw).to(device)  # latent 6, shared key 4
+    kv_b = torch.randn(2, 14, 6, generator=draw).to(device)  # key part 8, value part 6
+    lengths = torch.tensor([11, 5], device=device)
+    scale = 12**-0.5
     return {
-        "attention": (q, k, v, scale),
-        "max_logits": (q, k, scale),
-        "absorbed": (q[:, :2, :, :nope], q[:, :2, :, nope:], cache, kv_b, lengths, scale),
+        "attention": (q, k, v, scale, borders.to(device)),
+        "max_logits": (q, k, scale, borders.to(device)),
+        "absorbed": (q_n, q_r, cache, kv_b, lengths, scale),
     }
