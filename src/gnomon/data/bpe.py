@@ -13,7 +13,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gnomon.errors import DataError
 
@@ -37,6 +37,7 @@ RUN_CHARACTERS = 25_000  # and without runs of white space or non-space longer t
 _LONG_RUN = re.compile(rf"\s{{{RUN_CHARACTERS + 1},}}|\S{{{RUN_CHARACTERS + 1},}}")
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What a byte-pair engine does: pieces of text to ids, specials unknown to it."""
 

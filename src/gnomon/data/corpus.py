@@ -11,85 +11,23 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gnomon.data.readers import COMPRESSED, kind_of, read_texts
+from gnomon.data.readers import read_texts
 from gnomon.errors import ConfigError, DataError
 
 # What a folder contributes; a file that is named, or matched by a glob, is read whatever it is called.
-PROSE_SUFFIXES = frozenset([".txt", ".md", ".rst", ".tex", ".adoc", ".org", ".htm", ".html", ".xml", ".csv", ".tsv"])
-CODE_SUFFIXES = frozenset(
-    [
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".cxx",
-        ".hpp",
-        ".hh",
-        ".cu",
-        ".cuh",
-        ".rs",
-        ".go",
-        ".java",
-        ".kt",
-        ".scala",
-        ".js",
-        ".mjs",
-        ".ts",
-        ".tsx",
-        ".jsx",
-        ".rb",
-        ".pl",
-        ".pm",
-        ".php",
-        ".lua",
-        ".r",
-        ".jl",
-        ".hs",
-        ".ml",
-        ".mli",
-        ".ex",
-        ".exs",
-        ".erl",
-        ".clj",
-        ".lisp",
-        ".el",
-        ".scm",
-        ".swift",
-        ".m",
-        ".cs",
-        ".fs",
-        ".sh",
-        ".bash",
-        ".zsh",
-        ".sql",
-        ".css",
-        ".scss",
-        ".json",
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".ini",
-        ".cfg",
-        ".cmake",
-        ".mk",
-        ".proto",
-        ".asm",
-        ".s",
-        ".v",
-        ".sv",
-        ".vhd",
-        ".tcl",
-        ".vim",
-    ]
+_PROSE = "txt|md|rst|tex|adoc|org|html?|xml|csv|tsv"
+_CODE = (
+    "pyi?|c|h|cc|cpp|cxx|hpp|hh|cu|cuh|rs|go|java|kt|scala|m?js|tsx?|jsx|rb|pl|pm|php|lua|r|jl|hs|mli?|exs?|erl|clj|lisp|el|scm|swift|"
+    "m|cs|fs|sh|bash|zsh|sql|s?css|json|ya?ml|toml|ini|cfg|cmake|mk|proto|asm|s|s?v|vhd|tcl|vim"
 )
-ROW_SUFFIXES = frozenset((".jsonl", ".ndjson", ".parquet"))
-PLAIN_NAMES = frozenset(("README", "LICENSE", "COPYING", "NEWS", "AUTHORS", "CONTRIBUTING", "Makefile", "Dockerfile"))
+_ROWS = "jsonl|ndjson|parquet"
+_PLAIN_NAMES = "README|LICENSE|COPYING|NEWS|AUTHORS|CONTRIBUTING|Makefile|Dockerfile"
+TEXT_NAME = re.compile(rf"(?:{_PLAIN_NAMES}|[^.].*\.(?:{_PROSE}|{_CODE}|{_ROWS}))(?:\.gz|\.zst)?", re.IGNORECASE)
 SKIPPED_FOLDERS = frozenset(("__pycache__", "node_modules"))
 
 FEW_DOCUMENTS_PER_FRACTION = 8  # below 8/fraction documents a choice by hash could come out empty
@@ -175,7 +113,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
     for parent, names, files in os.walk(folder):
         names[:] = [name for name in names if not name.startswith(".") and name not in SKIPPED_FOLDERS]
         for path in (Path(parent, name) for name in files):
-            if is_text_name(path) and path.is_file():
+            if TEXT_NAME.fullmatch(path.name) and path.is_file():
                 found.append(path)
             elif not path.name.startswith("."):
                 passed_over.add(path.suffix or path.name)
@@ -183,15 +121,6 @@ def _text_files(folder: Path) -> Iterator[Path]:
         others = f" (only {', '.join(sorted(passed_over)[:8])})" if passed_over else " (it is empty)"
         raise DataError(f"folder '{folder}' holds no text files{others}; name the files, or use a glob to read any suffix")
     yield from sorted(found)
-
-
-def is_text_name(path: Path) -> bool:
-    """Whether a folder contributes this file: a known suffix of prose, code or rows, or a name such as README."""
-    kind = kind_of(path)
-    if path.name.startswith("."):
-        return False
-    bare = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
-    return kind in PROSE_SUFFIXES | CODE_SUFFIXES | ROW_SUFFIXES or bare.name in PLAIN_NAMES
 
 
 def hold_out(stream: Iterable[Document], fraction: float) -> Iterator[tuple[Document, bool]]:

@@ -25,9 +25,7 @@ DEFAULT_BYTES = 24_000_000
 DOC_ROOT = Path("/usr/share/doc")
 MANUAL_ROOT = Path("/usr/share/man")
 
-_SKIPPED_PARTS = frozenset(
-    ["test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__", "pgen2", "turtledemo"]
-)
+_SKIPPED_PART = re.compile("tests?|idle_test|site-packages|dist-packages|encodings|__pycache__|pgen2|turtledemo|pydoc_data")
 _GENERATED = re.compile(r"^_sysconfigdata|^_pydecimal\.py$|^entities\.py$|^locale\.py$|^mimetypes\.py$|^stringprep\.py$")
 _DOC_KINDS = frozenset((".txt", ".md", ".rst"))
 _NOT_PROSE = re.compile(r"change|copyright|licen[cs]e|symbols|status|\bthanks\b|authors|credits|requirements", re.IGNORECASE)
@@ -74,8 +72,7 @@ def _topics(path: Path) -> Iterator[str]:
 
 def _library_files(library: Path) -> Iterator[Path]:
     for path in library.rglob("*.py"):
-        skipped = _SKIPPED_PARTS.intersection(path.relative_to(library).parts) or path.parent.name == "pydoc_data"
-        if not skipped and not _GENERATED.match(path.name):
+        if not any(map(_SKIPPED_PART.fullmatch, path.relative_to(library).parts)) and not _GENERATED.match(path.name):
             yield path
 
 
@@ -142,41 +139,9 @@ _ESCAPES = [
     (re.compile(r"\\([- ~.'`])"), r"\1"),
     (re.compile(r"\\e"), r"\\"),
 ]
-_BREAKS = frozenset(["PP", "P", "LP", "TP", "IP", "HP", "sp", "br", "Pp", "It", "Bl", "El", "nf", "fi", "RS", "RE", "EX", "EE"])
-_FONTS = frozenset(["B", "I", "R", "BI", "IB", "BR", "RB", "IR", "RI", "SM", "SB"])
-_SILENT = frozenset(
-    [
-        "TH",
-        "Dd",
-        "Os",
-        "Dt",
-        "so",
-        "de",
-        "ds",
-        "if",
-        "ie",
-        "el",
-        "ig",
-        "nr",
-        "ft",
-        "ad",
-        "na",
-        "nh",
-        "hy",
-        "ne",
-        "in",
-        "ta",
-        "ti",
-        "tr",
-        "UR",
-        "UE",
-        "MT",
-        "ME",
-        "PD",
-        "TS",
-        "TE",
-    ]
-)
+_BREAK = re.compile("L?P|PP|TP|IP|HP|sp|br|Pp|It|Bl|El|nf|fi|RS|RE|EX|EE")
+_FONT = re.compile("[BIR]|BI|IB|BR|RB|IR|RI|SM|SB")
+_SILENT = re.compile("TH|Dd|Os|Dt|so|de|ds|if|ie|el|ig|nr|ft|ad|na|nh|hy|ne|in|ta|ti|tr|UR|UE|MT|ME|PD|TS|TE")
 
 
 def plain_manual(source: str) -> str:
@@ -190,11 +155,11 @@ def plain_manual(source: str) -> str:
         words = rest.replace('"', "").strip()
         if command in ("SH", "SS", "Sh", "Ss"):
             lines += ["", words, ""]
-        elif command in _BREAKS:
+        elif _BREAK.fullmatch(command):
             lines += ["", words] if words and command in ("IP", "It") else [""]
-        elif command in _FONTS:
+        elif _FONT.fullmatch(command):
             lines.append(_joined(command, rest))
-        elif command not in _SILENT and command[:1].isalpha() and words:
+        elif not _SILENT.fullmatch(command) and command[:1].isalpha() and words:
             lines.append(words)
     text = "\n".join(lines)
     for pattern, plain in _ESCAPES:

@@ -34,7 +34,7 @@ class Batch:
     targets: Int[Tensor, "B T"]
     loss_mask: Bool[Tensor, "B T"]
     token_mask: Bool[Tensor, "B T"]
-    cu_seqlens: Int[Tensor, " S+1"]
+    cu_seqlens: Int[Tensor, " bounds"]
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,7 +32,8 @@ SMALLEST_CORPUS = 4096  # bytes; less can neither fill a batch nor spare a held-
 Split = Literal["train", "held_out"]
 
 
-class Source(Protocol):
+@runtime_checkable
+class DocumentSource(Protocol):
     """What `write_shards` reads: an iterable of documents with a key that names its content and a size for the progress bar."""
 
     def __iter__(self) -> Iterator[Document]:
@@ -48,7 +49,7 @@ class Source(Protocol):
 
 
 def write_shards(
-    corpus: Source,
+    corpus: DocumentSource,
     tokenizer: Tokenizer,
     folder: str | Path,
     *,
@@ -74,7 +75,7 @@ def write_shards(
     return target
 
 
-def _write_all(corpus: Source, tokenizer: Tokenizer, target: Path, held_out: float, progress: bool, shard_tokens: int) -> None:
+def _write_all(corpus: DocumentSource, tokenizer: Tokenizer, target: Path, held_out: float, progress: bool, shard_tokens: int) -> None:
     tables = _complete_tables(target)
     number, done = len(tables), sum(map(len, tables))
     with _bar(corpus.size_bytes, progress) as advance:
@@ -164,7 +165,7 @@ def _batches(marked: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Doc
         yield batch
 
 
-def _counted(corpus: Source, advance: Callable[[int], None]) -> Iterator[Document]:
+def _counted(corpus: DocumentSource, advance: Callable[[int], None]) -> Iterator[Document]:
     for document in corpus:
         yield document
         advance(len(document.text))
