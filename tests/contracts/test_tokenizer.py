@@ -133,7 +133,7 @@ def test_lone_surrogates_are_an_error_that_names_the_place(tokenizer: Tokenizer)
 
 
 def test_sizes_that_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="vocab_size = 280.*at least 288"):
+    with pytest.raises(ConfigError, match=r"vocab_size = 280.*at least 288"):
         train_tokenizer(TEXTS, 280)
     with pytest.raises(ConfigError, match="special_slots = 8"):
         train_tokenizer(TEXTS, 1024, special_slots=8)
