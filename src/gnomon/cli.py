@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
     sample = verbs.add_parser("sample", help="let a trained model continue a text")
     sample.add_argument("run", type=Path, help="run folder, or a checkpoint in a released layout")
-    sample.add_argument("--prompt", default="", help="text to continue (default: start a document)")
+    sample.add_argument("--prompt", default="The", help="text to continue (default: The)")
     sample.add_argument("--tokens", type=int, default=200, help="tokens to add at most (default: 200)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     sample.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
@@ -118,7 +118,7 @@ def _sample(parsed: argparse.Namespace) -> None:
     model, tokenizer, _ = load_run(parsed.run)
     ids, shown = [], ""
     print(parsed.prompt, end="")
-    for token in generate(model, tokenizer.encode(parsed.prompt) or [tokenizer.bos_id], sampling, frozenset({tokenizer.eos_id})):
+    for token in generate(model, tokenizer.encode(parsed.prompt), sampling, frozenset({tokenizer.eos_id})):
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # a character may need more tokens than have come
