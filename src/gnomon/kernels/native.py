@@ -1,0 +1,74 @@
+"""The C++ library of this package: found beside the package, loaded on first use, never at import.
+
+It is built at install time where a C++ compiler exists and speaks plain C (`csrc/gnomon.h`), so it fits every Python and torch.
+Without it everything runs on the references; `unavailable` says why it is not there. Read next: `gnomon.kernels.kda.cpu`.
+"""
+
+import ctypes
+import functools
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import gnomon
+from gnomon.errors import KernelError
+
+ABI = 1  # GNOMON_ABI in csrc/gnomon.h
+
+_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_SIGNATURES = {
+    "gnomon_kda_forward": [*[_P] * 7, *[_I64] * 5, *[_P] * 4, _I32],
+    "gnomon_kda_backward": [*[_P] * 9, *[_I64] * 5, *[_P] * 6, _I32],
+    "gnomon_kda_step": [*[_P] * 6, *[_I64] * 3, *[_P] * 2, _I32],
+}
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library; raises `KernelError` with the reason where there is none."""
+    loaded, reason = _load()
+    if loaded is None:
+        raise KernelError(f"the C++ kernels cannot run: {reason}")
+    return loaded
+
+
+def unavailable() -> str | None:
+    """Why the library cannot be used, or `None` if it can."""
+    return _load()[1]
+
+
+def instruction_set() -> str:
+    """What the kernels of the loaded library use on this machine, for instance `x86-64-v4`."""
+    return library().gnomon_instruction_set().decode()
+
+
+def address(x: Tensor | None) -> int | None:
+    """The address of a contiguous tensor's first element; `None` becomes a null pointer."""
+    return None if x is None else x.data_ptr()
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library or the reason. torch is imported first, so that both share one OpenMP runtime and one pool of threads."""
+    name = "libgnomon.dylib" if sys.platform == "darwin" else "libgnomon.so"
+    found = [path for folder in gnomon.__path__ if (path := Path(folder) / name).is_file()]
+    if not found:
+        return None, f"{name} is not in the package: it was installed without a C++ compiler (install one, then reinstall gnomon)"
+    try:
+        loaded = ctypes.CDLL(str(found[0]))
+        loaded.gnomon_abi.restype, loaded.gnomon_instruction_set.restype = _I32, ctypes.c_char_p
+        built = loaded.gnomon_abi()
+        if built != ABI:
+            return None, f"{found[0]} was built from other sources (interface {built}, this package needs {ABI}): reinstall gnomon"
+        for function, arguments in _SIGNATURES.items():
+            getattr(loaded, function).argtypes = arguments
+            getattr(loaded, function).restype = None
+    except (OSError, AttributeError) as error:
+        return None, f"{found[0]} cannot be loaded ({error}): reinstall gnomon"
+    return loaded, None
+
+
+def threads() -> int:
+    """How many threads a kernel may use: as many as torch does."""
+    return torch.get_num_threads()
