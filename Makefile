@@ -9,6 +9,8 @@ PY       := $(VENV)/bin/python
 PIP      := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 SOURCES  := pyproject.toml constraints.txt $(wildcard CMakeLists.txt csrc/*)
 ARGS     ?=
+NATIVE_NOTICE = $(PY) -c "from gnomon.kernels import native; why = native.unavailable(); \
+    print('gnomon: notice: pure Python install: ' + why if why else 'gnomon: C++ operators built (' + native.instruction_set() + ')')"
 # The tests take both cores of a small machine: one process per core, one thread per process.
 TEST_ARGS ?= -n 2
 

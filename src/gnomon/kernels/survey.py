@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from gnomon.kernels import native
 from gnomon.kernels.operator import Operator, all_operators
 
 
@@ -58,7 +59,9 @@ def survey() -> Iterator[Choice]:
 
 def table() -> Table:
     """The survey as a table: per operator and implementation "used", "next in line", or the reason of a refusal."""
-    result = Table("operator", "device", "implementation", "inference", "training")
+    why = native.unavailable()
+    title = f"C++ operators: {native.instruction_set() if why is None else 'absent: ' + why}"
+    result = Table("operator", "device", "implementation", "inference", "training", title=title)
     taken: set[tuple[str, str, str]] = set()
     before = None
     for choice in survey():
