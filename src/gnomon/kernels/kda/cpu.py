@@ -18,7 +18,7 @@ from gnomon.kernels import native
 from gnomon.kernels.kda.layout import document_bounds
 from gnomon.kernels.operator import needs_grad
 
-PERIOD = 16  # tokens between two kept states: their history and operands stay in the first-level cache
+PERIOD = 32  # tokens between two kept states: their history and operands stay in the first-level cache
 
 
 def chunk(
@@ -36,7 +36,8 @@ def chunk(
     _check_shapes(q, k, v, g, beta, initial_state, (len(bounds) - 1, *q.shape[2:], v.shape[-1]))
     if needs_grad(q, k, v, g, beta, initial_state):
         return _Chunk.apply(q, k, v, g, beta, initial_state, bounds)
-    return _forward((q, k, v, g, beta, initial_state), bounds, keep=False)[:2]
+    o, last, *_ = _forward(q, k, v, g, beta, initial_state, bounds, keep=False)
+    return o, last
 
 
 def refuse_chunk(
@@ -81,10 +82,9 @@ def refuse_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
 class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, bounds = inputs
-        o, last, *kept = _forward(tuple(tensors), bounds, keep=True)
-        q, k, _, g, beta, _ = tensors
-        ctx.has_initial = tensors[5] is not None
+        q, k, _, g, beta, initial, bounds = inputs
+        o, last, *kept = _forward(*inputs, keep=True)
+        ctx.has_initial = initial is not None
         ctx.save_for_backward(q, k, g, beta, *kept, bounds)
         return o, last
 
@@ -100,20 +100,21 @@ class _Chunk(torch.autograd.Function):
         return *grads[:5], grads[5] if ctx.has_initial else None, None
 
 
-def _forward(tensors: tuple[Tensor | None, ...], bounds: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, bounds: Tensor, *, keep: bool
+) -> tuple[Tensor, ...]:
     """Outputs and last states, and with `keep` what the backward pass needs."""
-    q, k, v, g, beta, initial = (None if x is None else x.detach().contiguous() for x in tensors)
-    assert q is not None and v is not None
+    q, k, v, g, beta = (x.detach().contiguous() for x in (q, k, v, g, beta))
+    initial = None if initial is None else initial.detach().contiguous()
     documents, (heads, keys), values = len(bounds) - 1, q.shape[2:], v.shape[-1]
-    o, last = torch.empty_like(v), v.new_empty(documents, heads, keys, values)
-    error = states = None
+    outputs = [torch.empty_like(v), v.new_empty(documents, heads, keys, values)]
     if keep:
         periods = int(((bounds.diff() + PERIOD - 1) // PERIOD).sum())
-        error, states = torch.empty_like(v), v.new_empty(periods, heads, keys, values)
+        outputs += [torch.empty_like(v), v.new_empty(periods, heads, keys, values)]
     inputs = [native.address(x) for x in (q, k, v, g, beta, initial, bounds)]
-    outputs = [native.address(x) for x in (o, last, error, states)]
-    native.library().gnomon_kda_forward(*inputs, documents, heads, keys, values, PERIOD, *outputs, native.threads())
-    return (o, last) if error is None or states is None else (o, last, error, states)
+    results = [x.data_ptr() for x in outputs] + [None] * (4 - len(outputs))
+    native.library().gnomon_kda_forward(*inputs, documents, heads, keys, values, PERIOD, *results, native.threads())
+    return tuple(outputs)
 
 
 def _refuse(**tensors: Tensor | None) -> str | None:
