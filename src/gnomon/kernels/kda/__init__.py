@@ -12,7 +12,7 @@ from gnomon.kernels.operator import Operator
 prepare = Operator("kda", "prepare")
 decay = Operator("kda", "decay")
 recurrent = Operator("kda", "recurrent")
-chunk = Operator("kda", "chunk", cpu=("cpu",), any=("fused",))
+chunk = Operator("kda", "chunk", cpu=("cpu",), cuda=("fla",), any=("fused",))
 step = Operator("kda", "step", cpu=("cpu",))
 transition = Operator("kda", "transition")
 compose = Operator("kda", "compose")
