@@ -72,7 +72,7 @@ def save(run: Path, step: int, state: Mapping[str, Any], tensors: Mapping[str, M
 
 
 def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> int:
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in named.items()}, path)
+    save_file({name: t.detach().cpu().contiguous() for name, t in named.items()}, path)
     _sync(path)
     return path.stat().st_size
 

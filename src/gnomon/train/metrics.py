@@ -24,7 +24,8 @@ class Metrics:
         self.path = run / "metrics.jsonl"
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < offset:
-            raise CheckpointError(f"{self.path} has {size} bytes, but the checkpoint was taken at {offset}; it was changed or removed since")
+            raise CheckpointError(f"{self.path} has {size} bytes, but the checkpoint was taken at {offset}: it was changed since then; "
+                                  "restore the file, or start a new run")
         self._file = self.path.open("ab")
         self._file.truncate(offset)
         self.board_missing = importlib.util.find_spec("tensorboard") is None

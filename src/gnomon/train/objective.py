@@ -25,11 +25,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if wanted else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device) if wanted else None
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wanted else None
         total = hidden.new_zeros((), dtype=torch.float64)
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], targets[start : start + rows]
-            logits = functional.linear(part, weight).to(torch.promote_types(part.dtype, torch.float32))  # [n, V]
+            logits = functional.linear(part, weight).to(exact)  # [n, V]
             log_sum = logits.logsumexp(-1, keepdim=True)
             total += (log_sum.squeeze(-1) - logits.gather(-1, target[:, None]).squeeze(-1)).double().sum()
             if wanted:

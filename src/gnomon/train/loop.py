@@ -1,0 +1,287 @@
+"""The pre-training loop, from recipe to report; read it from top to bottom (report §3, §2.5).
+
+A step: the micro-batches add up gradients and router counts; gradients are clipped; the routers get their next bias; Muon steps;
+QK-Clip looks at the logits. Everything is a function of the step number and of state that checkpoints hold, so a run that was
+killed goes on with the same losses to the last bit. Under torchrun each rank takes its rows of the same global batch.
+Read next: `muon.py`, `balance.py`, `checkpoint.py`.
+"""
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gnomon import config as toml
+from gnomon.data.packing import Batch, PackedBatches
+from gnomon.errors import CheckpointError, ConfigError, TrainingError
+from gnomon.model.balance import max_violation
+from gnomon.model.transformer import Transformer
+from gnomon.parallel.mesh import Mesh, join
+from gnomon.train import balance, checkpoint, report
+from gnomon.train.evaluate import HeldOut, held_out
+from gnomon.train.material import Material, prepare, stream
+from gnomon.train.metrics import Metrics
+from gnomon.train.muon import Muon
+from gnomon.train.objective import Objective
+from gnomon.train.progress import Display
+from gnomon.train.qk_clip import clip_logits, watch
+from gnomon.train.recipe import TrainRecipe
+from gnomon.train.units import head_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What a run came to. `held_out` has one entry per evaluated context length, none without held-out text."""
+
+    run: Path
+    steps: int
+    tokens: int
+    loss: float
+    seconds: float
+    resumed_at: int
+    held_out: tuple[HeldOut, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a run works with; all state of the run is in them."""
+
+    recipe: TrainRecipe
+    material: Material
+    mesh: Mesh
+    model: Transformer
+    objective: nn.Module
+    optimizer: Muon
+    batches: PackedBatches
+
+
+def train(recipe: TrainRecipe, *, resume: bool = True, quiet: bool = False) -> RunSummary:
+    """Train as the recipe says, or go on where its run folder stands; returns when the report is written.
+
+    `resume=False` refuses a folder that already has a checkpoint. Raises `ConfigError` for a recipe that does not fit its folder or
+    its data, `TrainingError` for a loss that is not finite, `CheckpointError` when a checkpoint cannot be read or written.
+    """
+    with join(None if recipe.device == "auto" else recipe.device) as mesh:
+        show = mesh.is_main and not quiet
+        with Display(recipe.total_steps, show=show) as display:
+            _check(recipe, mesh, resume)
+            material = prepare(recipe, mesh, display.say, show_progress=show)
+            parts = build(material, mesh)
+            start, offset = restore(parts)
+            if mesh.is_main:
+                _write_recipe(parts.recipe)
+            return run_steps(parts, start, offset, display)
+
+
+def build(material: Material, mesh: Mesh) -> Parts:
+    """Model, objective, optimiser and batches of a run that starts."""
+    recipe = material.recipe
+    torch.manual_seed(recipe.seed)
+    model = Transformer(recipe.model).initialise(recipe.seed).to(mesh.device)
+    if recipe.start_from is not None:
+        _start_from(model, recipe.start_from)
+    model.activation_checkpointing = recipe.activation_checkpointing == "block"
+    balance.start(model.routers(), recipe.balance)
+    if recipe.optimizer.clip_logits is not None:
+        watch(model.mla_layers())
+    auxiliary = recipe.balance.auxiliary_weight if recipe.balance.method == "auxiliary" else 0.0
+    objective: nn.Module = Objective(model, auxiliary, recipe.precision == "bf16")
+    if mesh.world > 1:  # buffers are the routers' biases: equal on all ranks through their own reduction
+        objective = DistributedDataParallel(objective, broadcast_buffers=False, gradient_as_bucket_view=True)
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = Muon(parameters, recipe.optimizer, head_rows(recipe.model))
+    return Parts(recipe=recipe, material=material, mesh=mesh, model=model, objective=objective, optimizer=optimizer,
+                 batches=stream(material, mesh))
+
+
+def run_steps(parts: Parts, start: int, offset: int, display: Display) -> RunSummary:
+    """All steps from `start`, then the evaluation and the report."""
+    recipe, mesh, began = parts.recipe, parts.mesh, time.monotonic()
+    metrics = Metrics(recipe.run, offset, start) if mesh.is_main else None
+    if metrics is not None and metrics.board_missing:
+        display.say("tensorboard is not installed: metrics go to metrics.jsonl only (pip install 'gnomon[board]')")
+    saved_at, row = time.monotonic(), {"loss": math.nan, "tokens": 0}
+    display.start(start)
+    for step in range(start, recipe.total_steps):
+        row = take_step(parts, step)
+        if recipe.evaluate.every and (step + 1) % recipe.evaluate.every == 0 and step + 1 < recipe.total_steps:
+            row |= evaluate(parts, (recipe.stage_at(step)[1].context,))
+        display.step(row)
+        if metrics is None:
+            continue
+        metrics.write(row)
+        if _is_due(recipe, step + 1, time.monotonic() - saved_at):
+            save(parts, step + 1, metrics)
+            saved_at = time.monotonic()
+    results = tuple(_final_evaluation(parts, display))
+    if metrics is not None:
+        metrics.close()
+        report.write(recipe.run, parts.model, parts.material, results)
+        display.say(f"report: {recipe.run / 'report.html'}")
+    mesh.wait()
+    last = row if start < recipe.total_steps else _last_row(recipe.run)
+    return RunSummary(run=recipe.run, steps=recipe.total_steps, tokens=last["tokens"], loss=last["loss"], held_out=results,
+                      seconds=time.monotonic() - began, resumed_at=start)
+
+
+def take_step(parts: Parts, step: int) -> dict[str, Any]:
+    """One optimiser step; returns its row of metrics."""
+    began, recipe, mesh = time.perf_counter(), parts.recipe, parts.mesh
+    index, stage = recipe.stage_at(step)
+    weights = stage.weights or tuple(source.weight for source in recipe.data.sources)
+    parts.batches.set_stage(batch_size=recipe.batch_tokens // stage.context, context=stage.context,
+                            long_exponent=stage.long_exponent, weights=weights)
+    whole = parts.batches.next()
+    pieces = [piece.to(mesh.device) for piece in whole.split(recipe.micro_batches(stage.context, mesh.world))]
+    losses, count = _backward(parts, pieces)
+    total = torch.stack(losses).double().sum()
+    mesh.sum(total)
+    loss, norm = total.item() / count, parts.optimizer.clip_gradient().item()
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise TrainingError(_why_not_finite(parts, step, pieces, losses, loss, norm))
+    loads = balance.update_balance(parts.model.routers(), recipe.balance, mesh.sum)
+    rate = recipe.optimizer.learning_rate * recipe.schedule.factor(step, recipe.total_steps)
+    parts.optimizer.step(rate)
+    row: dict[str, Any] = {"step": step + 1, "stage": index, "context": stage.context, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+    if recipe.optimizer.clip_logits is not None and parts.model.mla_layers():
+        row["max_logit"] = clip_logits(parts.model.mla_layers(), recipe.optimizer.clip_logits, mesh.max).max().item()
+    violations = max_violation(loads).tolist() if loads.numel() else []
+    seconds = time.perf_counter() - began
+    return row | {
+        "max_violation": max(violations, default=0.0), "max_violation_by_layer": [round(v, 4) for v in violations],
+        "tokens": parts.batches.num_tokens, "seconds": seconds, "tokens_per_second": recipe.batch_tokens / seconds,
+    }
+
+
+def _backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
+    """Gradients of the step's loss from this rank's micro-batches; their summed losses, and the learnt targets of all ranks."""
+    mesh, objective = parts.mesh, parts.objective
+    learnt = torch.stack([piece.loss_mask.sum() for piece in pieces]).sum()
+    mesh.sum(learnt)
+    count, losses = max(1, int(learnt)), []
+    parts.optimizer.zero_grad()
+    for index, piece in enumerate(pieces):
+        waits = isinstance(objective, DistributedDataParallel) and index + 1 < len(pieces)
+        with objective.no_sync() if waits else nullcontext():  # ranks exchange gradients once per step
+            loss, total = objective(piece, count)
+            (loss * mesh.world).backward()  # the exchange averages over ranks; the loss is already a share of the whole
+        losses.append(total)
+    return losses, count
+
+
+def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[Tensor], loss: float, norm: float) -> str:
+    bad = [i for i, total in enumerate(losses) if not torch.isfinite(total)]
+    piece = pieces[bad[0] if bad else 0]
+    start = parts.material.tokenizer.decode(piece.tokens[0, :24].tolist())
+    saved = checkpoint.latest(parts.recipe.run)
+    return (f"step {step + 1}: loss {loss}, gradient norm {norm}, in batch {parts.batches.num_batches} "
+            f"(context {piece.tokens.shape[1]}, tokens up to {parts.batches.num_tokens:,} of the stream; "
+            f"{'bad' if bad else 'first'} micro-batch begins {start!r}); last good checkpoint: {saved or 'none yet'}; "
+            "lower optimizer.learning_rate or look at that text, then start the same command again")
+
+
+def save(parts: Parts, step: int, metrics: Metrics) -> Path:
+    """Write the checkpoint after `step` steps."""
+    run: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
+    if parts.mesh.device.type == "cuda":
+        run["random.cuda"] = torch.cuda.get_rng_state()
+    for layer, router in enumerate(parts.model.routers()):
+        run |= {f"router.{layer}.histogram": router.histogram, f"router.{layer}.load": router.load}
+    tensors = {"model": checkpoint.model_tensors(parts.model), "optimizer": parts.optimizer.state_dict(), "run": run}
+    state = {"data": parts.batches.state(), "metrics_bytes": metrics.sync(), "seed": parts.recipe.seed}
+    return checkpoint.save(parts.recipe.run, step, state, tensors, parts.recipe.checkpoint.keep)
+
+
+def restore(parts: Parts) -> tuple[int, int]:
+    """Take over the newest checkpoint of the run folder; returns the steps done and the metrics' length, zeros for a new run."""
+    path = checkpoint.latest(parts.recipe.run)
+    if path is None:
+        return 0, 0
+    saved = checkpoint.load(path)
+    checkpoint.restore_model(parts.model, saved.tensors["model"], path)
+    parts.optimizer.load_state_dict(saved.tensors["optimizer"])
+    parts.batches.restore(saved.state["data"])
+    run = saved.tensors["run"]
+    for layer, router in enumerate(parts.model.routers()):
+        router.histogram.copy_(run[f"router.{layer}.histogram"])
+        router.load.copy_(run[f"router.{layer}.load"])
+    torch.set_rng_state(run["random.cpu"])
+    if parts.mesh.device.type == "cuda" and "random.cuda" in run:
+        torch.cuda.set_rng_state(run["random.cuda"])
+    return saved.state["step"], saved.state["metrics_bytes"]
+
+
+def evaluate(parts: Parts, contexts: tuple[int, ...]) -> dict[str, float]:
+    """Held-out loss in the middle of a run, as metrics; the first rank's work."""
+    if not parts.mesh.is_main or not parts.material.held_out:
+        return {}
+    result = held_out(parts.model, parts.material.held_out, parts.material.tokenizer, contexts[0], parts.recipe.evaluate.tokens)
+    return {"held_out_loss": result.loss, "held_out_bits_per_byte": result.bits_per_byte}
+
+
+def _final_evaluation(parts: Parts, display: Display) -> list[HeldOut]:
+    if not parts.mesh.is_main or not parts.material.held_out:
+        return []
+    results = []
+    for context in parts.recipe.evaluation_contexts():
+        display.say(f"held-out text at context {context}")
+        results.append(held_out(parts.model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens))
+    return results
+
+
+def _is_due(recipe: TrainRecipe, done: int, seconds: float) -> bool:
+    every = recipe.checkpoint
+    by_step, by_time = every.every_steps and done % every.every_steps == 0, every.every_seconds and seconds >= every.every_seconds
+    return bool(by_step or by_time or done == recipe.total_steps)
+
+
+def _check(recipe: TrainRecipe, mesh: Mesh, resume: bool) -> None:
+    """What can be known before anything is prepared."""
+    for stage in recipe.stages:
+        recipe.micro_batches(stage.context, mesh.world)
+    path, existing = checkpoint.latest(recipe.run), recipe.run / "recipe.toml"
+    if path is not None and not resume:
+        raise ConfigError(f"run folder '{recipe.run}' already has {path.name}; choose another with run=FOLDER, or resume")
+    if path is not None and existing.exists():
+        _check_same(checkpoint.read_recipe(recipe.run), recipe)
+    if mesh.is_main:
+        recipe.run.mkdir(parents=True, exist_ok=True)
+    mesh.wait()
+
+
+def _check_same(before: TrainRecipe, now: TrainRecipe) -> None:
+    """A resumed run keeps its model and seed; the rest may be changed on purpose."""
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    filled = {name: getattr(before.model, name) for name in ids if getattr(now.model, name) is None}
+    old, new = toml.to_dict(before.model), toml.to_dict(replace(now.model, **filled))
+    changed = [f"model.{name}: {old.get(name)!r} → {new.get(name)!r}" for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    if before.seed != now.seed:
+        changed.append(f"seed: {before.seed} → {now.seed}")
+    if changed:
+        raise ConfigError(f"run folder '{now.run}' was trained with another model ({'; '.join(changed)}); "
+                          "undo the change, or start a new run with run=FOLDER")
+
+
+def _start_from(model: Transformer, run: Path) -> None:
+    path = checkpoint.latest(run)
+    if path is None:
+        raise CheckpointError(f"'start_from' names {run}, which has no checkpoint")
+    checkpoint.restore_model(model, checkpoint.load(path).tensors["model"], path)
+
+
+def _write_recipe(recipe: TrainRecipe) -> None:
+    partial = recipe.run / "recipe.toml.partial"
+    partial.write_text(toml.to_toml(recipe, docs=True))
+    partial.replace(recipe.run / "recipe.toml")
+
+
+def _last_row(run: Path) -> dict[str, Any]:
+    from gnomon.train.metrics import read
+
+    return read(run)[-1]

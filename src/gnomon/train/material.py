@@ -1,0 +1,106 @@
+"""What a run is fed with: its tokenizer, its token shards, and the stream of batches over them.
+
+The first rank prepares, the others wait and open what it wrote; a second start of the same run finds everything done.
+Read next: `gnomon/data/packing.py`.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gnomon.data.corpus import Corpus, hold_out, open_corpus
+from gnomon.data.machine_text import DEFAULT_BYTES, default_corpus
+from gnomon.data.mixture import Mixture
+from gnomon.data.packing import PackedBatches
+from gnomon.data.shards import Shards, write_shards
+from gnomon.data.tokenizer import Tokenizer, train_tokenizer
+from gnomon.errors import ConfigError
+from gnomon.parallel.mesh import Mesh
+from gnomon.train.recipe import SourceConfig, TrainRecipe
+
+TOKENIZER_CHARACTERS = 32_000_000  # text that a tokenizer is trained on; more changes little
+
+Say = Callable[[str], None]
+"""Tells the user one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Material:
+    """A prepared run: the recipe with the tokenizer's ids filled in, and the data by source."""
+
+    recipe: TrainRecipe
+    tokenizer: Tokenizer
+    train: tuple[Shards, ...]
+    held_out: tuple[Shards, ...]
+
+
+def prepare(recipe: TrainRecipe, mesh: Mesh, say: Say, *, show_progress: bool) -> Material:
+    """Make or find tokenizer and shards. Raises `ConfigError` when vocabulary and model differ, `DataError` for unusable text."""
+    corpora = [_corpus(source) for source in recipe.data.sources] if mesh.is_main else []
+    if mesh.is_main:
+        _provide_tokenizer(recipe, corpora, say)
+        tokenizer = Tokenizer.load(recipe.run / "tokenizer")
+        _check_vocabulary(tokenizer, recipe)
+        cache = recipe.data.cache or recipe.run / "data"
+        folders = [write_shards(c, tokenizer, cache, held_out=recipe.data.held_out, progress=show_progress) for c in corpora]
+        (recipe.run / "data.txt").write_text("".join(f"{folder.resolve()}\n" for folder in folders))
+    mesh.wait()
+    tokenizer = Tokenizer.load(recipe.run / "tokenizer")
+    folders = [Path(line) for line in (recipe.run / "data.txt").read_text().splitlines()]
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    model = replace(recipe.model, **{name: value for name, value in ids.items() if getattr(recipe.model, name) is None})
+    return Material(
+        recipe=replace(recipe, model=model), tokenizer=tokenizer, train=tuple(Shards.open(folder) for folder in folders),
+        held_out=tuple(Shards.open(folder, "held_out") for folder in folders) if recipe.data.held_out else (),
+    )
+
+
+def stream(material: Material, mesh: Mesh) -> PackedBatches:
+    """The batches of this rank, shaped for the first stage."""
+    recipe, stage = material.recipe, material.recipe.stages[0]
+    pairs = [(shards, source.weight) for shards, source in zip(material.train, recipe.data.sources, strict=True)]
+    mixture = Mixture(pairs, recipe.seed)
+    rows = recipe.batch_tokens // stage.context
+    return PackedBatches(mixture, rows, stage.context, mesh.rank, mesh.world, pad_id=material.tokenizer.pad_id)
+
+
+def _corpus(source: SourceConfig) -> Corpus:
+    if source.paths:
+        return open_corpus(source.paths, source.text_field)
+    return default_corpus(source.max_bytes or DEFAULT_BYTES)
+
+
+def _provide_tokenizer(recipe: TrainRecipe, corpora: list[Corpus], say: Say) -> None:
+    """Put a tokenizer into the run folder unless one is there: the given one, that of `start_from`, or a new one."""
+    target, partial = recipe.run / "tokenizer", recipe.run / "tokenizer.partial"
+    if target.is_dir():
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    given = recipe.data.tokenizer or (recipe.start_from / "tokenizer" if recipe.start_from else None)
+    if given is not None:
+        tokenizer = Tokenizer.load(given)
+    else:
+        say(f"training a tokenizer of {recipe.model.vocab_size} ids")
+        tokenizer = train_tokenizer(_sample(corpora, recipe.data.held_out), recipe.model.vocab_size)
+    tokenizer.save(partial)
+    partial.rename(target)
+
+
+def _sample(corpora: list[Corpus], held_out: float) -> Iterator[str]:
+    """Training text from the start of each corpus, an equal budget each."""
+    for corpus in corpora:
+        left = TOKENIZER_CHARACTERS // len(corpora)
+        for document, kept_out in hold_out(corpus, held_out):
+            if kept_out:
+                continue
+            yield document.text[:left]
+            left -= len(document.text)
+            if left <= 0:
+                break
+
+
+def _check_vocabulary(tokenizer: Tokenizer, recipe: TrainRecipe) -> None:
+    if tokenizer.vocab_size != recipe.model.vocab_size:
+        raise ConfigError(f"'model.vocab_size' is {recipe.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} ids; "
+                          f"set model.vocab_size={tokenizer.vocab_size}, or use another tokenizer and run folder")
