@@ -101,7 +101,7 @@ def tensors(c, seed=0):
             matrices(m + "shared_experts.", gate_proj=(size, h), up_proj=(size, h), down_proj=(h, size))
         if c.get("routed_expert_hidden_size"):
             matrices(m, routed_expert_down_proj=(latent, h), routed_expert_up_proj=(h, latent))
-            if c["latent_moe_use_norm"]:
+            if c.get("latent_moe_use_norm"):
                 norms(m, routed_expert_norm=latent)
         for e in range(c["num_experts"]):
             matrices(f"{m}experts.{e}.", w1=(width, latent), w3=(width, latent), w2=(latent, width))
@@ -157,7 +157,7 @@ def stored(name, value, k3):
 def write(folder, c, seed=0, extra=(), shards=3):
     """Write a whole checkpoint; returns (entries by stored name, values by plain name). `extra`: further (name, dtype, array)."""
     folder.mkdir(parents=True, exist_ok=True)
-    k3 = "attn_res_block_size" in c
+    k3 = c["hidden_act"] == "situ"
     entries, values = [], {}
     for name, value in tensors(c, seed).items():
         parts, values[name] = stored(name, value, k3)

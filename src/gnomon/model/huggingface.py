@@ -80,12 +80,13 @@ def to_model_config(table: dict[str, Any]) -> ModelConfig:
         fields[name] = fields[name][0] if isinstance(fields[name], list) else fields[name]
     kinds = _layer_kinds(text)
     pattern, final = _pattern(kinds)
+    if fields["hidden_act"] == "situ":
+        fields |= {name: _field(text, name) for name in _SITU}
+    parts = {"kda": (text["linear_attn_config"], _KDA), "mla": (text, _MLA)}
+    fields["mixers"] = {kind: {name: _field(part, name) for name in names} for kind, (part, names) in parts.items() if kind in kinds}
+    fields |= {"family": table["model_type"], "layer_pattern": pattern, "final_mixer": final, "moe": _moe(text), "vision": _vision(table)}
     try:
-        mixers = {kind: part for kind, part in (("kda", _kda(text)), ("mla", _mla(text))) if kind in kinds and part is not None}
-        return ModelConfig(
-            family=table["model_type"], layer_pattern=pattern, final_mixer=final, mixers=mixers, moe=_moe(text), vision=_vision(table),
-            **_depth(text), **({name: _field(text, name) for name in _SITU} if fields["hidden_act"] == "situ" else {}), **fields,
-        )
+        return tables.from_dict(ModelConfig, fields | _depth(text))
     except ConfigError as error:
         raise CheckpointError(f"config.json: {error}") from None
 
@@ -109,7 +110,7 @@ def _refuse_unknown_meaning(text: dict[str, Any]) -> None:
 
 def _layer_kinds(text: dict[str, Any]) -> tuple[str, ...]:
     lists = _field(text, "linear_attn_config")
-    layers, kda, full = _field(text, "num_hidden_layers"), lists["kda_layers"], lists["full_attn_layers"]
+    layers, kda, full = _field(text, "num_hidden_layers"), _field(lists, "kda_layers"), _field(lists, "full_attn_layers")
     if sorted([*kda, *full]) != list(range(1, layers + 1)):
         raise CheckpointError(f"config.json: 'kda_layers' and 'full_attn_layers' together must name each of the layers 1..{layers} once, "
                               f"got {sorted(kda)} and {sorted(full)}")
@@ -125,20 +126,11 @@ def _pattern(kinds: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     return kinds, kinds[-1]
 
 
-def _kda(text: dict[str, Any]) -> KDAConfig | None:
-    part = text["linear_attn_config"]
-    return KDAConfig(**{name: _field(part, name) for name in _KDA}) if "num_heads" in part else None
-
-
-def _mla(text: dict[str, Any]) -> MLAConfig | None:
-    return MLAConfig(**{name: _field(text, name) for name in _MLA}) if text.get("kv_lora_rank") else None
-
-
-def _moe(text: dict[str, Any]) -> MoEConfig | None:
+def _moe(text: dict[str, Any]) -> dict[str, Any] | None:
     if not text.get("num_experts"):
         return None
     latent = text.get("routed_expert_hidden_size") is not None
-    return MoEConfig(**{name: _field(text, name) for name in _MOE if latent or name != "latent_moe_use_norm"})
+    return {name: _field(text, name) for name in _MOE if latent or name != "latent_moe_use_norm"}
 
 
 def _depth(text: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +140,7 @@ def _depth(text: dict[str, Any]) -> dict[str, Any]:
     return {"attention_residuals": "off"} if size is None else {"attention_residuals": "block", "attn_res_block_size": size}
 
 
-def _vision(table: dict[str, Any]) -> VisionConfig | None:
+def _vision(table: dict[str, Any]) -> dict[str, Any] | None:
     part = table.get("vision_config")
     if not part:
         return None
@@ -157,7 +149,7 @@ def _vision(table: dict[str, Any]) -> VisionConfig | None:
         given["position_grid"] = part["init_pos_emb_height"]
     if "merge_kernel_size" in part:
         given["merge_size"] = part["merge_kernel_size"][0]
-    return tables.from_dict(VisionConfig, given, "vision_config")
+    return given
 
 
 def to_released(config: ModelConfig, dtype: str = "bfloat16", quantized: bool = True) -> dict[str, Any]:

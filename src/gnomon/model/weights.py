@@ -267,7 +267,8 @@ def save_pretrained(
     table = huggingface.to_released(model.config, str(bulk).removeprefix("torch."), quantize)
     table |= getattr(model, "untouched_config", {})
     planned = list(_planned(model, quantize, dtype))
-    with tensorfile.replacing(folder) as fresh, tensorfile.progress_bar(f"writing {folder.name}", sum(item.nbytes for item in planned)) as advance:
+    total = sum(item.nbytes for item in planned)
+    with tensorfile.replacing(folder) as fresh, tensorfile.progress_bar(f"writing {folder.name}", total) as advance:
         _write_json(fresh / "config.json", table)
         _write_json(fresh / "generation_config.json", huggingface.generation_config(model.config))
         if tokenizer is not None:
@@ -278,7 +279,7 @@ def save_pretrained(
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensorfile.write(fresh / file, shard, advance)
             where |= {item.name: file for item in shard}
-        index = {"metadata": {"total_size": sum(item.nbytes for item in planned)}, "weight_map": dict(sorted(where.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         _write_json(fresh / "model.safetensors.index.json", index)
 
 
