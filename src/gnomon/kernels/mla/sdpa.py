@@ -52,18 +52,17 @@ def attention(
         q, k, v = (x.unflatten(1, (-1, lengths[0])).squeeze(0) for x in (q, k, v))  # [S, L, H, Q]
         return _attend(q, k, v, scale).flatten(0, 1).unsqueeze(0)[..., :width]
     plan = _plan(lengths, q.device)
-    grouped = [_Group.apply(x[0], plan).split(plan.sizes) for x in (q, k, v)]
-    outputs = [
-        _attend(*(x.unflatten(0, (-1, length)) for x in parts), scale).flatten(0, 1)
-        for parts, length in zip(zip(*grouped, strict=True), plan.lengths, strict=True)
-    ]
+    outputs = []
+    for length, *parts in zip(plan.lengths, *(_Group.apply(x[0], plan).split(plan.sizes) for x in (q, k, v)), strict=True):
+        q, k, v = (part.unflatten(0, (-1, length)) for part in parts)  # [n, length, H, .]
+        outputs.append(_attend(q, k, v, scale).flatten(0, 1))
     return _Ungroup.apply(torch.cat(outputs), plan).unsqueeze(0)[..., :width]
 
 
 class _Plan(NamedTuple):
     """Where the tokens stand once documents of one rounded length lie together."""
 
-    index: Tensor  # token at each grouped row; a padded row repeats a token of its document
+    token: Tensor  # token at each grouped row; a padded row repeats a token of its document
     padding: Tensor  # the padded rows
     position: Tensor  # grouped row of each token
     sizes: list[int]  # grouped rows per bucket
@@ -97,7 +96,7 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: _Plan) -> Tensor:
         ctx.plan = plan
-        return x.index_select(0, plan.index)
+        return x.index_select(0, plan.token)
 
     @staticmethod
     @once_differentiable
@@ -116,9 +115,10 @@ class _Ungroup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.plan.index).index_fill_(0, ctx.plan.padding, 0.0), None
+        return grad.index_select(0, ctx.plan.token).index_fill_(0, ctx.plan.padding, 0.0), None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale)
-    return out.transpose(1, 2)
+    """Causal self-attention of a batch [S, L, H, .] of equal lengths."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)

@@ -7,8 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gnomon.errors import KernelError
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Muon, Moonlight report 2502.16982 eq. 3: steep at zero, not exactly convergent
 TINY = 1e-7  # keeps a zero matrix zero instead of dividing by its norm
 
@@ -22,10 +20,8 @@ def newton_schulz(
     smaller square. After five steps the singular values lie in about 0.7..1.2, which Muon tolerates.
 
     `compute_dtype` is the dtype of the products (bf16 on accelerators; `None`: the dtype of `gradient`);
-    the result has the dtype of `gradient`. Raises `KernelError` for fewer than two dimensions.
+    the result has the dtype of `gradient`.
     """
-    if gradient.ndim < 2:
-        raise KernelError(f"newton_schulz: shape {tuple(gradient.shape)} is not a matrix or a batch of matrices")
     a, b, c = COEFFICIENTS
     tall = gradient.shape[-2] > gradient.shape[-1]
     wide = gradient.mT if tall else gradient
