@@ -137,8 +137,11 @@ def test_sizes_that_cannot_work(tmp_path: Path) -> None:
         train_tokenizer(TEXTS, 280)
     with pytest.raises(ConfigError, match="special_slots = 8"):
         train_tokenizer(TEXTS, 1024, special_slots=8)
-    with pytest.raises(DataError, match="lower vocab_size"):
+    with pytest.raises(DataError, match=r"too small for its tokenizer: 8 characters.*480 were asked.*lower vocab_size"):
         train_tokenizer(["one line"], 512)
+    for nothing in ([], [""]):
+        with pytest.raises(DataError, match="the corpus is empty"):
+            train_tokenizer(nothing, 512)
 
 
 def test_damaged_and_missing_files(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -120,12 +120,22 @@ def train_ranks(texts: Iterable[str], count: int) -> list[bytes]:
         special_tokens=[],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    graph.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    characters = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal characters
+        for text in texts:
+            characters += len(text)
+            yield from pieces(text)
+
+    graph.train_from_iterator(counted(), trainer)
+    if characters == 0:
+        raise DataError("the corpus is empty: there is no text to train a tokenizer on")
     vocabulary = graph.get_vocab()
     if len(vocabulary) < count:
         raise DataError(
-            f"vocab_size is too large for this text: it yields {len(vocabulary)} byte-pair tokens, {count} were asked "
-            "for; give more text or lower vocab_size"
+            f"the corpus is too small for its tokenizer: {characters} characters yield {len(vocabulary)} byte-pair tokens where "
+            f"{count} were asked for; give more text or lower vocab_size"
         )
     return [from_letters(token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
 
