@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     export = verbs.add_parser("export", help="write a run as a checkpoint in the released Hugging Face layout")
     export.add_argument("run", type=Path, help="run folder")
     export.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    export.add_argument("--plain", action="store_true", help="keep routed experts as trained instead of rounding them to MXFP4")
 
     show = verbs.add_parser("show", help="a recipe resolved, with a line about each field; or what a model costs")
     show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
@@ -111,11 +112,16 @@ def _train(parsed: argparse.Namespace) -> None:
 
 
 def _sample(parsed: argparse.Namespace) -> None:
+    from gnomon.data.tokenizer import Tokenizer
     from gnomon.model.generate import Sampling, generate
+    from gnomon.model.weights import load_pretrained
     from gnomon.train.checkpoint import load_run
 
     sampling = Sampling(temperature=parsed.temperature, max_tokens=parsed.tokens, seed=parsed.seed)
-    model, tokenizer, _ = load_run(parsed.run)
+    if (parsed.run / "config.json").is_file():
+        model, tokenizer = load_pretrained(parsed.run), Tokenizer.load(parsed.run)
+    else:
+        model, tokenizer, _ = load_run(parsed.run)
     ids, shown = [], ""
     print(parsed.prompt, end="")
     for token in generate(model, tokenizer.encode(parsed.prompt), sampling, frozenset({tokenizer.eos_id})):
@@ -132,9 +138,9 @@ def _export(parsed: argparse.Namespace) -> None:
     from gnomon.train.checkpoint import load_run
 
     model, tokenizer, _ = load_run(parsed.run)
-    save_pretrained(model, parsed.out)
-    tokenizer.save(parsed.out)
-    print(f"wrote {parsed.out}")
+    save_pretrained(model, parsed.out, quantize=not parsed.plain, tokenizer=tokenizer)
+    rounded = not parsed.plain and model.config.family == "kimi_k3" and model.config.moe is not None
+    print(f"wrote {parsed.out}" + (": routed experts rounded to MXFP4 (--plain keeps them as trained)" if rounded else ""))
 
 
 def _show(parsed: argparse.Namespace) -> None:
@@ -158,14 +164,10 @@ def _show(parsed: argparse.Namespace) -> None:
             raise ConfigError(f"'{what}' is no recipe, run folder, config.json or preset{close} (presets: {', '.join(names)})")
         config = preset(what, tuple(parsed.overrides))
     from rich.console import Console
-    from rich.table import Table
 
-    from gnomon.model.card import card
+    from gnomon.model.card import table
 
-    table = Table("", what, box=None)
-    for label, value in card(config):
-        table.add_row(label, value)
-    Console().print(table)
+    Console().print(table(what, config))
 
 
 def _released_config(path: Path) -> "ModelConfig":

@@ -1,5 +1,7 @@
 """What a model costs, as rows to print: `gnomon show PRESET`, and the tour's table of the toy beside K3. Free of torch."""
 
+from rich.table import Table
+
 from gnomon.model.config import ModelConfig
 from gnomon.units import format_bytes, format_count, format_flops
 
@@ -26,6 +28,14 @@ def card(config: ModelConfig) -> list[tuple[str, str]]:
         ("checkpoint", f"{config.checkpoint_bytes():,} B ({format_bytes(config.checkpoint_bytes())})"),
     ]
     return rows
+
+
+def table(name: str, config: ModelConfig) -> Table:
+    """The card of one model."""
+    result = Table("", name, box=None)
+    for label, value in card(config):
+        result.add_row(label, value)
+    return result
 
 
 def _exact(count: int) -> str:
