@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One document or sample: `tokens` (1-D integers), which of them are learnt, and whether it may be cut.
+    """One document or sample: `tokens` (1-D integers, at least two), which of them are learnt, and whether it may be cut.
 
     `loss_mask[i]` says that token `i` counts when it is predicted (None: all do). `whole` keeps an item that fits the context
     in one piece, at the price of some padding before it; an item longer than the context is cut all the same.
@@ -192,8 +192,8 @@ def _checked_weights(weights: list[float], count: int) -> list[float]:
 def _checked_item(item: Item, index: int) -> Item:
     tokens, mask = item.tokens, item.loss_mask
     where = f"source {index} of the mixture"
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size == 0:
-        raise DataError(f"{where} gave tokens of shape {tokens.shape} and type {tokens.dtype}; expected 1-D integers")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < 2:
+        raise DataError(f"{where} gave tokens of shape {tokens.shape} and type {tokens.dtype}; expected 1-D integers, at least two")
     if mask is not None and (mask.shape != tokens.shape or mask.dtype != np.bool_):
         raise DataError(f"{where} gave a loss mask {mask.dtype}{mask.shape} for {tokens.size} tokens; expected as many booleans")
     return item
