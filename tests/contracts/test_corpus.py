@@ -86,9 +86,21 @@ def test_a_large_file_is_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.Mo
     assert "".join(parts) == "".join(lines)
     assert len(parts) > 5
     assert all(part.endswith("\n") and len(part.encode()) <= 1300 for part in parts)
+    solid = "".join(f"é{number}" for number in range(1000))  # no line end: cut between characters
+    assert "".join(texts(write(path, solid))) == solid
+    assert len(texts(path)) > 2
     write(path, "".join(lines).encode() + b"\xff\n")
     with pytest.raises(DataError, match="line 501: invalid UTF-8"):
         texts(path)
+
+
+def test_json_lines_may_be_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gnomon.data.readers._CHUNK", 7)
+    rows = ["a" * length for length in (0, 1, 5, 6, 7, 8, 30, 100)]
+    path = tmp_path / "a.jsonl"
+    for end in ("", "\n", "\r\n"):
+        write(path, "\n".join(json.dumps({"text": row + "."}) for row in rows) + end)
+        assert texts(path) == [row + "." for row in rows]
 
 
 def test_key_follows_the_files(tmp_path: Path) -> None:
@@ -129,6 +141,7 @@ BAD = {
     "json line without field": (lambda d: write(d / "x.jsonl", '{"body": 0, "id": 1}'), r"line 1: no field 'text' \(fields: body, id\)"),
     "json line with a number": (lambda d: write(d / "x.jsonl", '{"text": 3}\n'), "line 1: field 'text' holds int"),
     "json line that is a list": (lambda d: write(d / "x.jsonl", "[1]\n"), "line 1: expected a JSON object"),
+    "json line with half a character": (lambda d: write(d / "x.jsonl", '{"text": "\\ud83d"}\n'), r"line 1: .*lone surrogate U\+D83D"),
     "json line with bad bytes": (lambda d: write(d / "x.jsonl", b'{"text": "ok"}\n{"text": "\xff"}'), "line 2: invalid UTF-8"),
     "parquet that is none": (lambda d: write(d / "x.parquet", b"PAR1 nothing"), "not a readable Parquet"),
     "empty parquet file": (lambda d: write(d / "x.parquet", b""), "not a readable Parquet"),

@@ -223,6 +223,8 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         PackedBatches(mixture, 6, 8, rank=0, world=4)
     with pytest.raises(ConfigError, match="context = 1"):
         PackedBatches(mixture, 6, 1)
+    with pytest.raises(ConfigError, match="seed = -1"):
+        Mixture([(shards, 1.0)], seed=-1)
     with pytest.raises(ConfigError, match="at least one source"):
         Mixture([])
     for weights in ((0.0,), (-1.0,), (float("nan"),)):
@@ -234,6 +236,19 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         mixture.configure(long_exponent=-1.0)
     with pytest.raises(DataError, match=r"held_out split of .* is empty"):
         Mixture([(Shards.open(tmp_path, "held_out"), 1.0)])
+
+
+def test_a_generator_that_ends_is_named() -> None:
+    class Finite(Counting):
+        def next_item(self) -> Item:
+            if self.number >= 10:
+                raise StopIteration
+            return super().next_item()
+
+    batches = PackedBatches(Mixture([(Finite(), 1.0)]), 1, 6)
+    batches.next()
+    with pytest.raises(DataError, match="source 0 of the mixture has come to its end"):
+        batches.next()
 
 
 def test_a_generator_that_gives_nonsense_is_named() -> None:

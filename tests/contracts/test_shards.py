@@ -147,6 +147,26 @@ def test_damage_is_seen_on_opening(tokenizer: Tokenizer, folder: Path, tmp_path:
         Shards.open(tmp_path / "nowhere")
 
 
+WRITE = """
+import sys
+from gnomon.data.corpus import open_corpus
+from gnomon.data.shards import Shards, write_shards
+from gnomon.data.tokenizer import Tokenizer
+path = write_shards(open_corpus(sys.argv[1]), Tokenizer.load(sys.argv[2]), sys.argv[3], shard_tokens=2000)
+print(Shards.open(path).fingerprint)
+"""
+
+
+def test_two_processes_at_once_write_one_set(tokenizer: Tokenizer, folder: Path, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer")
+    command = [sys.executable, "-c", WRITE, str(folder), str(tmp_path / "tokenizer"), str(tmp_path / "out")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate()[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1] != ""
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
 FULL_DISK = """
 import resource, sys
 from gnomon.data.corpus import open_corpus

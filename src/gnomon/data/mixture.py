@@ -59,6 +59,8 @@ class ShuffledDocuments:
     def __init__(self, shards: Shards, seed: int = 0, long_exponent: float = 0.0) -> None:
         if len(shards) == 0:
             raise DataError(f"the {shards.split} split of {shards.folder} is empty")
+        if seed < 0:
+            raise ConfigError(f"seed = {seed}: expected a non-negative integer")
         self._shards, self._seed = shards, seed
         self._epoch, self._cursor = 0, 0
         self._exponent = _checked_exponent(long_exponent)
@@ -142,7 +144,12 @@ class Mixture:
         """The next item of the source that is furthest behind its share."""
         active = [index for index, weight in enumerate(self._weights) if weight > 0]
         index = min(active, key=lambda i: self._served[i] / self._weights[i])
-        item = _checked_item(self._sources[index].next_item(), index)
+        try:
+            item = _checked_item(self._sources[index].next_item(), index)
+        except StopIteration:
+            raise DataError(
+                f"source {index} of the mixture has come to its end; a source must go on for ever, so let it start over"
+            ) from None
         self._served[index] += item.tokens.size
         return item
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from gnomon.errors import ConfigError, DataError
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 1 << 20
 _LARGEST_TEXT = 64 << 20  # a longer plain file becomes several documents, so that none has to fit in memory twice
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON escapes can spell half of a character
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -46,11 +48,17 @@ def _plain(path: Path) -> Iterator[str]:
     line = 1
     for chunk in _chunks(path):
         held += chunk
-        if len(held) >= _LARGEST_TEXT and (cut := held.rfind(b"\n") + 1):
+        if len(held) >= _LARGEST_TEXT:
+            cut = held.rfind(b"\n") + 1 or _character_start(held)
             yield _decoded(bytes(held[:cut]), path, line)
             line += held.count(b"\n", 0, cut)
             del held[:cut]
     yield _decoded(bytes(held), path, line)
+
+
+def _character_start(data: bytearray) -> int:
+    """The last place where a UTF-8 character starts, so that a text without line ends is not cut inside one."""
+    return next((place for place in range(len(data) - 1, len(data) - 5, -1) if data[place] & 0xC0 != 0x80), len(data))
 
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
@@ -73,6 +81,8 @@ def _field(row: Any, field: str, where: str) -> str:
         raise DataError(f"{where}: no field '{field}' (fields: {known}); set text_field to the one that holds the text")
     if not isinstance(row[field], str):
         raise DataError(f"{where}: field '{field}' holds {type(row[field]).__name__}, not text; filter such rows or choose another field")
+    if half := _SURROGATE.search(row[field]):
+        raise DataError(f"{where}: field '{field}' holds the lone surrogate U+{ord(half[0]):04X}, which is not text; mend the row")
     return row[field]
 
 
@@ -99,12 +109,16 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    held = b""
+    held: list[bytes] = []
     for chunk in _chunks(path):
-        *whole, held = (held + chunk).split(b"\n")
-        yield from whole
-    if held:
-        yield held
+        first, *rest = chunk.split(b"\n")
+        held.append(first)
+        if rest:
+            yield b"".join(held)
+            yield from rest[:-1]
+            held = [rest[-1]]
+    if last := b"".join(held):
+        yield last
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
