@@ -44,6 +44,27 @@ GNOMON_API void gnomon_kda_backward(const float* q, const float* k, const float*
 GNOMON_API void gnomon_kda_step(const float* q, const float* k, const float* v, const float* g, const float* beta, const float* state, int64_t rows,
                      int64_t keys, int64_t values, float* o, float* next, int32_t threads);
 
+/* Rows of unit length: y = scale x / sqrt(sum x^2 + eps), x and y [rows, width]; and the gradient of x from that of y. */
+GNOMON_API void gnomon_unit_forward(const float* x, int64_t rows, int64_t width, float eps, float scale, float* y, int32_t threads);
+GNOMON_API void gnomon_unit_backward(const float* x, const float* d_y, int64_t rows, int64_t width, float eps, float scale, float* d_x,
+                                     int32_t threads);
+
+/* Root mean square norm, gated or not (gate NULL): y = x / sqrt(mean x^2 + eps) * weight * sigmoid(gate); x, gate, y [rows, width],
+ * weight [width]. The gradients come from that of y; d_gate is NULL where gate is. */
+GNOMON_API void gnomon_rms_forward(const float* x, const float* weight, const float* gate, int64_t rows, int64_t width, float eps, float* y,
+                                   int32_t threads);
+GNOMON_API void gnomon_rms_backward(const float* x, const float* weight, const float* gate, const float* d_y, int64_t rows, int64_t width,
+                                    float eps, float* d_x, float* d_weight, float* d_gate, int32_t threads);
+
+/* Causal depth-wise convolution over documents, then SiLU: y_t = silu(sum_j weight[:, j] u_(t - taps + 1 + j)).
+ *   u, y [N, channels]; weight [channels, taps]; history (or NULL for zeros) [S, taps - 1, channels] stands before each document.
+ * The backward pass writes the gradient of the history always. */
+GNOMON_API void gnomon_short_conv_forward(const float* u, const float* weight, const float* history, const int64_t* bounds,
+                                          int64_t documents, int64_t channels, int64_t taps, float* y, int32_t threads);
+GNOMON_API void gnomon_short_conv_backward(const float* u, const float* weight, const float* history, const float* d_y,
+                                           const int64_t* bounds, int64_t documents, int64_t channels, int64_t taps, float* d_u,
+                                           float* d_weight, float* d_history, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

@@ -37,7 +37,7 @@ INLINE void load_columns(const float* row, int64_t width, vec<W>* x) {
         for (int j = 0; j < NV; ++j) x[j] = load<W>(row + j * W);
     } else {
         float padded[W * NV] = {};
-        for (int64_t i = 0; i < width; ++i) padded[i] = row[i];
+        std::copy_n(row, width, padded);
         for (int j = 0; j < NV; ++j) x[j] = load<W>(padded + j * W);
     }
 }
@@ -49,7 +49,7 @@ INLINE void store_columns(float* row, int64_t width, const vec<W>* x) {
     } else {
         float padded[W * NV];
         for (int j = 0; j < NV; ++j) store<W>(padded + j * W, x[j]);
-        for (int64_t i = 0; i < width; ++i) row[i] = padded[i];
+        std::copy_n(padded, width, row);
     }
 }
 

@@ -30,6 +30,21 @@ INLINE void store(float* p, vec<W> x) {
     std::memcpy(p, &x, sizeof x);
 }
 
+/* The first n of W values, zero beyond; and writing only the first n. */
+template <int W>
+INLINE vec<W> load_some(const float* p, int64_t n) {
+    if (n == W) return load<W>(p);
+    vec<W> x = {};
+    std::memcpy(&x, p, n * sizeof(float));
+    return x;
+}
+
+template <int W>
+INLINE void store_some(float* p, int64_t n, vec<W> x) {
+    if (n == W) store<W>(p, x);
+    else std::memcpy(p, &x, n * sizeof(float));
+}
+
 template <int W>
 INLINE float sum(vec<W> x) {
     if constexpr (W == 1) {
@@ -65,6 +80,12 @@ INLINE vec<W> exponential(vec<W> x) {
     vec<W> power;
     std::memcpy(&power, &bits, sizeof power);
     return tiny ? zero : p * power;
+}
+
+template <int W>
+INLINE vec<W> sigmoid(vec<W> x) {
+    const vec<W> zero = {};
+    return 1.0f / (1.0f + exponential<W>(zero - x));
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,8 +1,10 @@
 """The norms: their formula, and where they round."""
 
+import pytest
 import torch
 
-from gnomon.kernels.gated_norm import gated_norm, rms_norm
+from gnomon.kernels import native
+from gnomon.kernels.gated_norm import cpu, gated_norm, reference, rms_norm
 
 
 def test_rms_norm_is_the_formula() -> None:
@@ -35,3 +37,18 @@ def test_gradients_by_finite_differences() -> None:
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda o, w, r: gated_norm(o, w, r, 1e-5), (inputs[0], weight, inputs[1]), fast_mode=True)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (inputs[0], weight), fast_mode=True)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 128])
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize("gated", [False, True])
+def test_cpp_equals_the_reference_with_gradients(width: int, rows: int, gated: bool, poisoned: None) -> None:
+    x, weight, gate = torch.randn(2, rows, width), torch.randn(width), 4 * torch.randn(2, rows, width)
+    results = []
+    for module in (cpu, reference):
+        inputs = [t.clone().requires_grad_() for t in ((x, weight, gate) if gated else (x, weight))]
+        out = (module.gated_norm if gated else module.rms_norm)(*inputs, 1e-5)
+        results.append([out, *torch.autograd.grad((out * torch.linspace(-1, 2, out.numel()).view_as(out)).sum(), inputs)])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)

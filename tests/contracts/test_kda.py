@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,17 +58,6 @@ def with_gradients(form: Callable[..., Any], inputs: list[Tensor], *rest: Any) -
     return [o.detach(), last.detach(), *grads]
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that was not written yet is full of NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(4).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 def test_recurrence_is_the_matrix_form_of_the_report() -> None:
     q, k, v, g, beta = (x[0, :, 0].numpy() for x in draw(1, 9, 1, 6, 4, dtype=torch.float64))
     state, outputs = np.zeros((6, 4)), []
@@ -87,6 +76,20 @@ def test_prepare_adds_eps_to_the_sum_of_squares() -> None:
     torch.testing.assert_close(k, x / math.sqrt(16e-6 + 1e-6))
     torch.testing.assert_close(q, k / 4)
     assert reference.prepare(x.bfloat16(), x.bfloat16())[0].dtype == torch.float32
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 128])
+def test_prepare_in_cpp_is_prepare_with_gradients(width: int, poisoned: None) -> None:
+    q, k = torch.randn(2, 5, 3, width), 1e-3 * torch.randn(2, 5, 3, width)
+    results = []
+    for module in (cpu, reference):
+        inputs = [x.clone().requires_grad_() for x in (q, k)]
+        outputs = module.prepare(*inputs)
+        loss = sum((x * torch.linspace(-1, 2, x.numel()).view_as(x)).sum() for x in outputs)
+        results.append([*outputs, *torch.autograd.grad(loss, inputs)])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-4)
 
 
 def test_decay_has_one_rate_per_head() -> None:

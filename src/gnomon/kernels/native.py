@@ -17,11 +17,17 @@ from gnomon.errors import KernelError
 
 ABI = 1  # GNOMON_ABI in csrc/gnomon.h
 
-_P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES = {
     "gnomon_kda_forward": [*[_P] * 7, *[_I64] * 5, *[_P] * 4, _I32],
     "gnomon_kda_backward": [*[_P] * 9, *[_I64] * 5, *[_P] * 6, _I32],
     "gnomon_kda_step": [*[_P] * 6, *[_I64] * 3, *[_P] * 2, _I32],
+    "gnomon_unit_forward": [_P, _I64, _I64, _F32, _F32, _P, _I32],
+    "gnomon_unit_backward": [_P, _P, _I64, _I64, _F32, _F32, _P, _I32],
+    "gnomon_rms_forward": [*[_P] * 3, _I64, _I64, _F32, _P, _I32],
+    "gnomon_rms_backward": [*[_P] * 4, _I64, _I64, _F32, *[_P] * 3, _I32],
+    "gnomon_short_conv_forward": [*[_P] * 4, *[_I64] * 3, _P, _I32],
+    "gnomon_short_conv_backward": [*[_P] * 5, *[_I64] * 3, *[_P] * 3, _I32],
 }
 
 
@@ -36,6 +42,14 @@ def library() -> ctypes.CDLL:
 def unavailable() -> str | None:
     """Why the library cannot be used, or `None` if it can."""
     return _load()[1]
+
+
+def refuse(**tensors: Tensor | None) -> str | None:
+    """Why these tensors cannot go to the library, by name; it takes fp32 on the CPU."""
+    for name, x in tensors.items():
+        if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
+            return f"{name} is {x.dtype} on {x.device}; the C++ kernel takes torch.float32 on the CPU"
+    return unavailable()
 
 
 def instruction_set() -> str:

@@ -5,5 +5,5 @@ Read next: `reference.gated_norm`.
 
 from gnomon.kernels.operator import Operator
 
-gated_norm = Operator("gated_norm", "gated_norm")
-rms_norm = Operator("gated_norm", "rms_norm")
+gated_norm = Operator("gated_norm", "gated_norm", cpu=("cpu",))
+rms_norm = Operator("gated_norm", "rms_norm", cpu=("cpu",))

@@ -9,7 +9,7 @@ Read next: `reference.recurrent` (the meaning), then `reference.chunk` (the same
 
 from gnomon.kernels.operator import Operator
 
-prepare = Operator("kda", "prepare")
+prepare = Operator("kda", "prepare", cpu=("cpu",))
 decay = Operator("kda", "decay")
 recurrent = Operator("kda", "recurrent")
 chunk = Operator("kda", "chunk", cpu=("cpu",), cuda=("fla",), any=("fused",))

@@ -51,7 +51,7 @@ def refuse_chunk(
     min_log_decay: float = -math.inf,
 ) -> str | None:
     """Needs the library and fp32 on the CPU."""
-    return _refuse(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    return native.refuse(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
 
 
 def step(
@@ -76,7 +76,39 @@ def refuse_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
     """Needs the library, fp32 on the CPU and no gradients."""
     if needs_grad(q, k, v, g, beta, state):
         return "gradients are needed, and the step in C++ has no backward"
-    return _refuse(q=q, k=k, v=v, g=g, beta=beta, state=state)
+    return native.refuse(q=q, k=k, v=v, g=g, beta=beta, state=state)
+
+
+def prepare(
+    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T H K"], eps: float = 1e-6
+) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"]]:
+    """`reference.prepare`, one pass over each row."""
+    return _Unit.apply(q, eps, q.shape[-1] ** -0.5), _Unit.apply(k, eps, 1.0)
+
+
+def refuse_prepare(q: Tensor, k: Tensor, eps: float = 1e-6) -> str | None:
+    """Needs the library and fp32 on the CPU."""
+    return native.refuse(q=q, k=k)
+
+
+class _Unit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, scale: float) -> Tensor:
+        x = x.contiguous()
+        ctx.eps, ctx.scale = eps, scale
+        ctx.save_for_backward(x)
+        y, width = torch.empty_like(x), x.shape[-1]
+        native.library().gnomon_unit_forward(x.data_ptr(), x.shape[:-1].numel(), width, eps, scale, y.data_ptr(), native.threads())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None]:
+        (x,), d_y = ctx.saved_tensors, d_y.contiguous()
+        d_x, sizes = torch.empty_like(x), (x.shape[:-1].numel(), x.shape[-1])
+        inputs = (x.data_ptr(), d_y.data_ptr(), *sizes, ctx.eps, ctx.scale)
+        native.library().gnomon_unit_backward(*inputs, d_x.data_ptr(), native.threads())
+        return d_x, None, None
 
 
 class _Chunk(torch.autograd.Function):
@@ -115,13 +147,6 @@ def _forward(
     results = [x.data_ptr() for x in outputs] + [None] * (4 - len(outputs))
     native.library().gnomon_kda_forward(*inputs, documents, heads, keys, values, PERIOD, *results, native.threads())
     return tuple(outputs)
-
-
-def _refuse(**tensors: Tensor | None) -> str | None:
-    for name, x in tensors.items():
-        if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
-            return f"{name} is {x.dtype} on {x.device}; the C++ kernel takes torch.float32 on the CPU"
-    return native.unavailable()
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, states: tuple[int, ...]) -> None:

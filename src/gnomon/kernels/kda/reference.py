@@ -19,7 +19,7 @@ CHUNK = 32
 
 
 def prepare(
-    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T H K"], *, eps: float = 1e-6
+    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T H K"], eps: float = 1e-6
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"]]:
     """Normalise queries and keys to unit length and scale the queries: (q̂ · K^-½, k̂) in fp32.
 

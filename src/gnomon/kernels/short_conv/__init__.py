@@ -5,4 +5,4 @@ Read next: `reference.short_conv`.
 
 from gnomon.kernels.operator import Operator
 
-short_conv = Operator("short_conv", "short_conv")
+short_conv = Operator("short_conv", "short_conv", cpu=("cpu",))

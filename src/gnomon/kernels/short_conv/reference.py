@@ -25,35 +25,47 @@ def short_conv(
     Before a document's first token stands its `history`, or zeros. Without `cu_seqlens` each row is a document (S = B); with it B = 1.
     Taps, inputs and sums are fp32 (fp64 for fp64 inputs); the result has the dtype of `u`.
     """
-    batch, _, channels = u.shape
-    taps = weight.shape[1]
-    if cu_seqlens is None:
-        past = u.new_zeros(batch, taps - 1, channels) if history is None else history.to(u.dtype)
-        stream = torch.cat([past, u], 1)  # [B, W-1+T, C]
-        return _convolve(stream, weight, u.dtype), stream[:, stream.shape[1] - (taps - 1) :]
-    if batch != 1:
-        raise KernelError(f"cu_seqlens needs one packed row, but the batch is {batch}: flatten it to [1, batch·time, …]")
-    bounds = cu_seqlens.tolist()
-    documents = len(bounds) - 1
-    past = u.new_zeros(documents, taps - 1, channels) if history is None else history.to(u.dtype)
+    bounds, taps = document_borders(u, cu_seqlens), weight.shape[1]
+    flat = u.flatten(0, 1)  # [N, C]
+    past = u.new_zeros(len(bounds) - 1, taps - 1, u.shape[2]) if history is None else history.to(u.dtype)
     # One stream in which each document follows its own history: no tap reaches into the document before.
-    parts = [part for s, (a, b) in enumerate(pairwise(bounds)) for part in (past[s], u[0, a:b])]
-    stream = torch.cat([u[0, :0], *parts])
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(u.device, torch.int64)
-    tokens = torch.arange(len(u[0]), device=u.device)
-    tokens = tokens + (taps - 1) * torch.repeat_interleave(torch.arange(documents, device=u.device), lengths)
-    out = _convolve(stream[None], weight, u.dtype)[:, tokens] if len(tokens) else u
-    ends = cu_seqlens[1:].to(u.device, torch.int64) + (taps - 1) * torch.arange(1, documents + 1, device=u.device)
-    last = ends[:, None] + torch.arange(-(taps - 1), 0, device=u.device)  # [S, W-1]
-    return out, stream[last]
+    parts = [part for s, (a, b) in enumerate(pairwise(bounds)) for part in (past[s], flat[a:b])]
+    stream = torch.cat([flat[:0], *parts])
+    lengths = torch.tensor(bounds).diff()
+    before = (taps - 1) * torch.repeat_interleave(torch.arange(1, len(bounds)), lengths)
+    total = _convolve(stream, weight)
+    tokens = (torch.arange(len(flat)) + before - (taps - 1)).to(u.device)
+    return F.silu(total[tokens]).to(u.dtype).view(u.shape), last_inputs(u, history, bounds, taps)
 
 
-def _convolve(stream: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, W-1+T, C] to [B, T, C] in fp32 or fp64, cast once at the end."""
+def document_borders(u: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    """Where documents begin and end in the flattened stream of all rows; each row is one without `cu_seqlens`."""
+    if cu_seqlens is None:
+        return [row * u.shape[1] for row in range(u.shape[0] + 1)]
+    if u.shape[0] != 1:
+        raise KernelError(f"cu_seqlens needs one packed row, but the batch is {u.shape[0]}: flatten it to [1, batch·time, …]")
+    bounds = [int(b) for b in cu_seqlens.tolist()]
+    if not bounds or bounds[0] != 0 or bounds[-1] != u.shape[1] or any(b < a for a, b in pairwise(bounds)):
+        raise KernelError(f"cu_seqlens must rise from 0 to the number of tokens, {u.shape[1]}; it is {bounds[:8]}…")
+    return bounds
+
+
+def last_inputs(u: Tensor, history: Tensor | None, bounds: list[int], taps: int) -> Tensor:
+    """The last W − 1 inputs of every document, history included [S, W-1, C]."""
+    flat, kept = u.flatten(0, 1), []
+    for s, (a, b) in enumerate(pairwise(bounds)):
+        own = flat[max(a, b - (taps - 1)) : b]
+        past = u.new_zeros(taps - 1, u.shape[2]) if history is None else history[s].to(u.dtype)
+        kept.append(torch.cat([past[len(own) :], own]))
+    return torch.stack(kept) if kept else u.new_zeros(0, taps - 1, u.shape[2])
+
+
+def _convolve(stream: Tensor, weight: Tensor) -> Tensor:
+    """[N + S(W-1), C] to the sums that end at each position from the first full one on, in fp32 or fp64."""
     compute = torch.float64 if stream.dtype == torch.float64 else torch.float32
     stream, weight = stream.to(compute), weight.to(compute)
-    taps, time = weight.shape[1], stream.shape[1] - weight.shape[1] + 1
-    total = stream[:, taps - 1 :] * weight[:, taps - 1]
+    taps = weight.shape[1]
+    total = stream[taps - 1 :] * weight[:, taps - 1]
     for j in range(taps - 1):
-        total = total + stream[:, j : j + time] * weight[:, j]
-    return F.silu(total).to(dtype)
+        total = total + stream[j : j + len(total)] * weight[:, j]
+    return total
