@@ -23,9 +23,10 @@ Rows = Sequence[dict[str, Any]]
 INK, GRID, ACCENT, WARM, FAINT = "#26323f", "#e3e7ec", "#2f6db5", "#c8612b", "#a9bdd6"
 POINTS = 1500  # most points per curve: beyond that a page grows and shows nothing more
 STYLE = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.5, "axes.edgecolor": "#9aa6b2",
-    "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": GRID,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "legend.frameon": False,
+    "svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.5,
+    "axes.edgecolor": "#9aa6b2", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.grid": True, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    "legend.frameon": False,
 }
 
 
@@ -41,8 +42,10 @@ def _svg(figure: Figure, name: str) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    return re.sub(r'<svg ([^>]*?)height="[^"]*" ([^>]*?)width="[^"]*"', r'<svg \1\2style="width:100%;height:auto"', text, count=1)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    opening = r'<svg xmlns:xlink="http://www.w3.org/1999/xlink" \1 style="width:100%;height:auto">'
+    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', opening, text, count=1)
 
 
 def _thin(rows: Rows) -> Rows:
@@ -65,7 +68,12 @@ def _mark_stages(axes: Axes, rows: Rows) -> None:
     changes = [(r["step"], r["context"]) for before, r in zip(rows, rows[1:], strict=False) if r["context"] != before["context"]]
     for step, context in [(rows[0]["step"], first), *changes] if changes else []:
         axes.axvline(step, color="#b9c2cc", linewidth=0.9, linestyle=":")
-        axes.annotate(f" {format_count(context)} ctx", (step, 1.0), xycoords=("data", "axes fraction"), fontsize=8, color="#6b7783", va="bottom")
+        _note(axes, f" {format_count(context)} ctx", (step, 1.0), va="bottom")
+
+
+def _note(axes: Axes, text: str, place: tuple[float, float], **options: Any) -> None:
+    """Small print at a data x and a share of the height."""
+    axes.annotate(text, place, xycoords=("data", "axes fraction"), fontsize=8, color="#6b7783", **options)
 
 
 def loss(rows: Rows) -> str:
@@ -132,7 +140,7 @@ def depth_reads(weights: Sequence[tuple[str, Sequence[float]]]) -> str:
         axes.set_yticks(range(len(weights)), [name for name, _ in weights], fontsize=7.5)
         if len(weights) * widest <= 400:
             for (row, column), value in np.ndenumerate(table):
-                if value == value:
+                if not np.isnan(value):
                     axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color="white" if value > 0.5 else INK)
         figure.colorbar(image, ax=axes, shrink=0.8, label="mean probability")
         return _svg(figure, "depth")
@@ -148,7 +156,7 @@ def positions(results: Sequence[HeldOut], trained: int) -> str:
             label = f"documents of {format_count(result.context)} tokens"
             axes.plot(middle, [nats for _, _, nats, _ in result.by_position], marker="o", markersize=4, color=colour, label=label)
         axes.axvline(trained, color="#6b7783", linestyle=":", linewidth=1.2)
-        axes.annotate(" longest trained", (trained, 0.02), xycoords=("data", "axes fraction"), fontsize=8, color="#6b7783", rotation=90, ha="right")
+        _note(axes, " longest trained", (trained, 0.02), rotation=90, ha="right")
         axes.set(xlabel="position in the document", ylabel="nats per token", xscale="log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format_count(v)))
         axes.legend(loc="upper right")

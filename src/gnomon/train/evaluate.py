@@ -43,7 +43,8 @@ class HeldOut:
 @contextmanager
 def frozen(model: Transformer) -> Iterator[None]:
     """Inside, the model only looks: routers and logits are not watched, nothing is kept for a backward pass."""
-    watchers = [(m, name, getattr(m, name)) for m in model.modules() for name in ("observing", "auxiliary", "watch_logits") if hasattr(m, name)]
+    names = ("observing", "auxiliary", "watch_logits")
+    watchers = [(module, name, getattr(module, name)) for module in model.modules() for name in names if hasattr(module, name)]
     training = model.training
     for module, name, _ in watchers:
         setattr(module, name, False)

@@ -26,7 +26,7 @@ from gnomon.parallel.mesh import Mesh, join
 from gnomon.train import balance, checkpoint, report
 from gnomon.train.evaluate import HeldOut, held_out
 from gnomon.train.material import Material, prepare, stream
-from gnomon.train.metrics import Metrics
+from gnomon.train.metrics import Metrics, read
 from gnomon.train.muon import Muon
 from gnomon.train.objective import Objective
 from gnomon.train.progress import Display
@@ -103,29 +103,28 @@ def build(material: Material, mesh: Mesh) -> Parts:
 def run_steps(parts: Parts, start: int, offset: int, display: Display) -> RunSummary:
     """All steps from `start`, then the evaluation and the report."""
     recipe, mesh, began = parts.recipe, parts.mesh, time.monotonic()
-    metrics = Metrics(recipe.run, offset, start) if mesh.is_main else None
-    if metrics is not None and metrics.board_missing:
-        display.say("tensorboard is not installed: metrics go to metrics.jsonl only (pip install 'gnomon[board]')")
-    saved_at, row = time.monotonic(), {"loss": math.nan, "tokens": 0}
+    row: dict[str, Any] = {}
     display.start(start)
-    for step in range(start, recipe.total_steps):
-        row = take_step(parts, step)
-        if recipe.evaluate.every and (step + 1) % recipe.evaluate.every == 0 and step + 1 < recipe.total_steps:
-            row |= evaluate(parts, (recipe.stage_at(step)[1].context,))
-        display.step(row)
-        if metrics is None:
-            continue
-        metrics.write(row)
-        if _is_due(recipe, step + 1, time.monotonic() - saved_at):
-            save(parts, step + 1, metrics)
-            saved_at = time.monotonic()
+    with Metrics(recipe.run, offset, start) if mesh.is_main else nullcontext() as metrics:
+        if metrics is not None and metrics.board_missing:
+            display.say("tensorboard is not installed: metrics go to metrics.jsonl only (pip install 'gnomon[board]')")
+        saved_at = time.monotonic()
+        for step in range(start, recipe.total_steps):
+            row = take_step(parts, step)
+            if recipe.evaluate.every and (step + 1) % recipe.evaluate.every == 0 and step + 1 < recipe.total_steps:
+                row |= evaluate(parts, recipe.stage_at(step)[1].context)
+            display.step(row)
+            if metrics is not None:
+                metrics.write(row)
+                if _is_due(recipe, step + 1, time.monotonic() - saved_at):
+                    save(parts, step + 1, metrics)
+                    saved_at = time.monotonic()
     results = tuple(_final_evaluation(parts, display))
-    if metrics is not None:
-        metrics.close()
+    if mesh.is_main:
         report.write(recipe.run, parts.model, parts.material, results)
         display.say(f"report: {recipe.run / 'report.html'}")
     mesh.wait()
-    last = row if start < recipe.total_steps else _last_row(recipe.run)
+    last = row or read(recipe.run)[-1]
     return RunSummary(run=recipe.run, steps=recipe.total_steps, tokens=last["tokens"], loss=last["loss"], held_out=results,
                       seconds=time.monotonic() - began, resumed_at=start)
 
@@ -148,13 +147,13 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
     loads = balance.update_balance(parts.model.routers(), recipe.balance, mesh.sum)
     rate = recipe.optimizer.learning_rate * recipe.schedule.factor(step, recipe.total_steps)
     parts.optimizer.step(rate)
-    row: dict[str, Any] = {"step": step + 1, "stage": index, "context": stage.context, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+    row: dict[str, Any] = {"step": step + 1, "stage": index, "context": stage.context, "loss": loss, "learning_rate": rate}
     if recipe.optimizer.clip_logits is not None and parts.model.mla_layers():
         row["max_logit"] = clip_logits(parts.model.mla_layers(), recipe.optimizer.clip_logits, mesh.max).max().item()
     violations = max_violation(loads).tolist() if loads.numel() else []
     seconds = time.perf_counter() - began
     return row | {
-        "max_violation": max(violations, default=0.0), "max_violation_by_layer": [round(v, 4) for v in violations],
+        "gradient_norm": norm, "max_violation": max(violations, default=0.0), "max_violation_by_layer": [round(v, 4) for v in violations],
         "tokens": parts.batches.num_tokens, "seconds": seconds, "tokens_per_second": recipe.batch_tokens / seconds,
     }
 
@@ -217,11 +216,11 @@ def restore(parts: Parts) -> tuple[int, int]:
     return saved.state["step"], saved.state["metrics_bytes"]
 
 
-def evaluate(parts: Parts, contexts: tuple[int, ...]) -> dict[str, float]:
+def evaluate(parts: Parts, context: int) -> dict[str, float]:
     """Held-out loss in the middle of a run, as metrics; the first rank's work."""
     if not parts.mesh.is_main or not parts.material.held_out:
         return {}
-    result = held_out(parts.model, parts.material.held_out, parts.material.tokenizer, contexts[0], parts.recipe.evaluate.tokens)
+    result = held_out(parts.model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
     return {"held_out_loss": result.loss, "held_out_bits_per_byte": result.bits_per_byte}
 
 
@@ -260,7 +259,8 @@ def _check_same(before: TrainRecipe, now: TrainRecipe) -> None:
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     filled = {name: getattr(before.model, name) for name in ids if getattr(now.model, name) is None}
     old, new = toml.to_dict(before.model), toml.to_dict(replace(now.model, **filled))
-    changed = [f"model.{name}: {old.get(name)!r} → {new.get(name)!r}" for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    changed = [f"model.{name}: {old.get(name)!r} → {new.get(name)!r}" for name in names]
     if before.seed != now.seed:
         changed.append(f"seed: {before.seed} → {now.seed}")
     if changed:
@@ -279,9 +279,3 @@ def _write_recipe(recipe: TrainRecipe) -> None:
     partial = recipe.run / "recipe.toml.partial"
     partial.write_text(toml.to_toml(recipe, docs=True))
     partial.replace(recipe.run / "recipe.toml")
-
-
-def _last_row(run: Path) -> dict[str, Any]:
-    from gnomon.train.metrics import read
-
-    return read(run)[-1]

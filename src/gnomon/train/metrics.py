@@ -9,13 +9,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gnomon.errors import CheckpointError
 
 
 class Metrics:
-    """The metrics of one run: `metrics.jsonl`, and event files in `tensorboard/`.
+    """The metrics of one run: `metrics.jsonl`, and event files in `tensorboard/`. Use it as a context manager.
 
     `board_missing` says that TensorBoard is not installed, so that the caller can tell the user once.
     """
@@ -54,8 +54,10 @@ class Metrics:
         os.fsync(self._file.fileno())
         return self.offset
 
-    def close(self) -> None:
-        """Flush and close."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()

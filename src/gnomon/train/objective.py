@@ -30,11 +30,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float64)
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], targets[start : start + rows]
-            logits = functional.linear(part, weight).to(exact)  # [n, V]
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            total += (log_sum.squeeze(-1) - logits.gather(-1, target[:, None]).squeeze(-1)).double().sum()
+            log_p = functional.log_softmax(functional.linear(part, weight).to(exact), dim=-1)  # [n, V]
+            total -= log_p.gather(-1, target[:, None]).double().sum()
             if wanted:
-                slope = logits.sub_(log_sum).exp_()
+                slope = log_p.exp_()
                 slope[torch.arange(len(target), device=target.device), target] -= 1.0
                 slope = slope.to(part.dtype)
                 grad_hidden[start : start + rows] = slope @ weight  # type: ignore[index]

@@ -13,10 +13,9 @@ class Display:
     """A progress bar on stderr, or nothing when `show` is false. Use it as a context manager."""
 
     def __init__(self, steps: int, *, show: bool) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[line]}"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True), disable=not show, speed_estimate_period=120,
-        )
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                   TextColumn("{task.fields[line]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not show, speed_estimate_period=120)
         self._show, self._steps = show, steps
         self._task: Any = None
         self._loss: float | None = None

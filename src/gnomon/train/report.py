@@ -27,12 +27,13 @@ main {{ max-width:1180px; margin:0 auto; padding:32px 20px 60px }}
 h1 {{ font-size:26px; margin:0 0 2px }} h2 {{ font-size:16px; margin:0 0 2px }}
 p {{ margin:0; color:var(--soft) }}
 .tiles {{ display:grid; grid-template-columns:repeat(auto-fit,minmax(150px,1fr)); gap:12px; margin:22px 0 }}
-.tile,.card {{ background:#fff; border:1px solid var(--line); border-radius:10px }}
-.tile {{ padding:12px 16px }} .tile b {{ display:block; font-size:23px; font-weight:600 }} .tile span {{ color:var(--soft); font-size:13px }}
+.tile,.card {{ background:#fff; border:1px solid var(--line); border-radius:10px }} .tile {{ padding:12px 16px }}
+.tile b {{ display:block; font-size:23px; font-weight:600 }} .tile span {{ color:var(--soft); font-size:13px }}
 .grid {{ display:grid; grid-template-columns:repeat(auto-fit,minmax(440px,1fr)); gap:14px; align-items:start }}
 .card {{ padding:16px 18px; overflow:hidden }} .wide {{ grid-column:1/-1 }} .card p {{ font-size:13px; margin-bottom:8px }}
 pre {{ overflow:auto; font-size:12.5px; line-height:1.45; margin:10px 0 0 }} summary {{ cursor:pointer; font-weight:600 }}
-table {{ border-collapse:collapse; width:100%; font-size:14px }} td,th {{ padding:5px 8px; border-bottom:1px solid var(--line); text-align:right }}
+table {{ border-collapse:collapse; width:100%; font-size:14px }}
+td,th {{ padding:5px 8px; border-bottom:1px solid var(--line); text-align:right }}
 td:first-child,th:first-child {{ text-align:left }}
 @media (max-width:520px) {{ .grid {{ grid-template-columns:1fr }} }}
 </style></head><body><main>
@@ -83,7 +84,8 @@ def _cards(run: Path, rows: charts.Rows, model: Transformer, material: Material,
     if depth:
         text = "Which earlier results each sublayer reads, averaged over held-out tokens. White: no such source."
         cards.append(_card("Depth reads", text, charts.depth_reads(depth)))
-    cards.append(_card("Throughput", "Tokens per second, all ranks together.", charts.curve(rows, "tokens_per_second", "tokens/s", smooth=True)))
+    speed = charts.curve(rows, "tokens_per_second", "tokens/s", smooth=True)
+    cards.append(_card("Throughput", "Tokens per second, all ranks together.", speed))
     cards.append(_card("Learning rate", "Serves Muon and AdamW alike.", charts.curve(rows, "learning_rate", "learning rate")))
     cards.append(_card("Gradient norm", "Before clipping.", charts.curve(rows, "gradient_norm", "norm", smooth=True)))
     if any("max_logit" in r for r in rows):
@@ -120,5 +122,6 @@ def _card(title: str, text: str, body: str, *, wide: bool = False) -> str:
 
 
 def _table(results: Sequence[HeldOut]) -> str:
-    cells = "".join(f"<tr><td>{r.context:,}</td><td>{r.loss:.4f}</td><td>{r.bits_per_byte:.4f}</td><td>{r.tokens:,}</td></tr>" for r in results)
+    rows = ((f"{r.context:,}", f"{r.loss:.4f}", f"{r.bits_per_byte:.4f}", f"{r.tokens:,}") for r in results)
+    cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr><th>context</th><th>nats per token</th><th>bits per byte</th><th>tokens</th></tr>{cells}</table>"
