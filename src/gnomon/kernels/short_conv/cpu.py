@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from gnomon.errors import KernelError
 from gnomon.kernels import native
-from gnomon.kernels.short_conv.reference import document_borders, last_inputs
+from gnomon.kernels.kda.layout import document_bounds
+from gnomon.kernels.short_conv.reference import last_inputs
 
 
 def short_conv(
@@ -22,7 +23,7 @@ def short_conv(
     cu_seqlens: Int[Tensor, " S1"] | None = None,
 ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "S W1 C"]]:
     """`reference.short_conv`; what the new history is made of is not copied for it."""
-    bounds = document_borders(u, cu_seqlens)
+    bounds = document_bounds(u.shape[0], u.shape[1], cu_seqlens)
     documents, (channels, taps) = len(bounds) - 1, weight.shape
     if channels != u.shape[2] or (history is not None and history.shape != (documents, taps - 1, channels)):
         raise KernelError(f"{documents} documents of {u.shape[2]} channels do not fit taps {tuple(weight.shape)} and the given history")

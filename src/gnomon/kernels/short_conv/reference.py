@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gnomon.errors import KernelError
+from gnomon.kernels.kda.layout import document_bounds
 
 
 def short_conv(
@@ -25,7 +25,7 @@ def short_conv(
     Before a document's first token stands its `history`, or zeros. Without `cu_seqlens` each row is a document (S = B); with it B = 1.
     Taps, inputs and sums are fp32 (fp64 for fp64 inputs); the result has the dtype of `u`.
     """
-    bounds, taps = document_borders(u, cu_seqlens), weight.shape[1]
+    bounds, taps = document_bounds(u.shape[0], u.shape[1], cu_seqlens), weight.shape[1]
     flat = u.flatten(0, 1)  # [N, C]
     past = u.new_zeros(len(bounds) - 1, taps - 1, u.shape[2]) if history is None else history.to(u.dtype)
     # One stream in which each document follows its own history: no tap reaches into the document before.
@@ -38,26 +38,21 @@ def short_conv(
     return F.silu(total[tokens]).to(u.dtype).view(u.shape), last_inputs(u, history, bounds, taps)
 
 
-def document_borders(u: Tensor, cu_seqlens: Tensor | None) -> list[int]:
-    """Where documents begin and end in the flattened stream of all rows; each row is one without `cu_seqlens`."""
-    if cu_seqlens is None:
-        return [row * u.shape[1] for row in range(u.shape[0] + 1)]
-    if u.shape[0] != 1:
-        raise KernelError(f"cu_seqlens needs one packed row, but the batch is {u.shape[0]}: flatten it to [1, batch·time, …]")
-    bounds = [int(b) for b in cu_seqlens.tolist()]
-    if not bounds or bounds[0] != 0 or bounds[-1] != u.shape[1] or any(b < a for a, b in pairwise(bounds)):
-        raise KernelError(f"cu_seqlens must rise from 0 to the number of tokens, {u.shape[1]}; it is {bounds[:8]}…")
-    return bounds
-
-
 def last_inputs(u: Tensor, history: Tensor | None, bounds: list[int], taps: int) -> Tensor:
-    """The last W − 1 inputs of every document, history included [S, W-1, C]."""
-    flat, kept = u.flatten(0, 1), []
-    for s, (a, b) in enumerate(pairwise(bounds)):
-        own = flat[max(a, b - (taps - 1)) : b]
-        past = u.new_zeros(taps - 1, u.shape[2]) if history is None else history[s].to(u.dtype)
-        kept.append(torch.cat([past[len(own) :], own]))
-    return torch.stack(kept) if kept else u.new_zeros(0, taps - 1, u.shape[2])
+    """The last W − 1 inputs of every document, its history included [S, W-1, C]."""
+    kept, documents, device = taps - 1, len(bounds) - 1, u.device
+    past = u.new_zeros(documents, kept, u.shape[2]) if history is None else history.to(u.dtype)
+    if documents == u.shape[0]:  # each row is one
+        recent = torch.cat([past, u[:, max(0, u.shape[1] - kept) :]], 1)
+        return recent[:, recent.shape[1] - kept :]
+    if u.shape[1] == 0 or kept == 0:
+        return past
+    place = torch.arange(kept, device=device)
+    ends = torch.tensor(bounds[1:], device=device)[:, None]
+    lengths = torch.tensor(bounds, device=device).diff()[:, None]
+    own = u[0][(ends - kept + place).clamp(min=0)]
+    older = past.take_along_dim((place + lengths).clamp(max=kept - 1)[:, :, None], 1)
+    return torch.where((place >= kept - lengths)[:, :, None], own, older)
 
 
 def _convolve(stream: Tensor, weight: Tensor) -> Tensor:
