@@ -22,7 +22,7 @@ Rows = Sequence[dict[str, Any]]
 
 INK, GRID, ACCENT, WARM, FAINT = "#26323f", "#e3e7ec", "#2f6db5", "#c8612b", "#a9bdd6"
 POINTS = 1500  # most points per curve: beyond that a page grows and shows nothing more
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.5,
     "axes.edgecolor": "#9aa6b2", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.grid": True, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,

@@ -8,7 +8,7 @@ Read next: `muon.py`, `balance.py`, `checkpoint.py`.
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,12 +166,16 @@ def _backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
     count, losses = max(1, int(learnt)), []
     parts.optimizer.zero_grad()
     for index, piece in enumerate(pieces):
-        waits = isinstance(objective, DistributedDataParallel) and index + 1 < len(pieces)
-        with objective.no_sync() if waits else nullcontext():  # ranks exchange gradients once per step
+        with _exchange(objective, index + 1 == len(pieces)):
             loss, total = objective(piece, count)
             (loss * mesh.world).backward()  # the exchange averages over ranks; the loss is already a share of the whole
         losses.append(total)
     return losses, count
+
+
+def _exchange(objective: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Ranks exchange gradients in the backward pass of a step's last micro-batch only."""
+    return nullcontext() if last or not isinstance(objective, DistributedDataParallel) else objective.no_sync()
 
 
 def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[Tensor], loss: float, norm: float) -> str:

@@ -48,12 +48,18 @@ def prepare(recipe: TrainRecipe, mesh: Mesh, say: Say, *, show_progress: bool) -
     mesh.wait()
     tokenizer = Tokenizer.load(recipe.run / "tokenizer")
     folders = [Path(line) for line in (recipe.run / "data.txt").read_text().splitlines()]
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    model = replace(recipe.model, **{name: value for name, value in ids.items() if getattr(recipe.model, name) is None})
+    model = recipe.model
+    model = replace(model, bos_token_id=_either(model.bos_token_id, tokenizer.bos_id),
+                    eos_token_id=_either(model.eos_token_id, tokenizer.eos_id),
+                    pad_token_id=_either(model.pad_token_id, tokenizer.pad_id))
     return Material(
         recipe=replace(recipe, model=model), tokenizer=tokenizer, train=tuple(Shards.open(folder) for folder in folders),
         held_out=tuple(Shards.open(folder, "held_out") for folder in folders) if recipe.data.held_out else (),
     )
+
+
+def _either(given: int | None, default: int) -> int:
+    return default if given is None else given
 
 
 def stream(material: Material, mesh: Mesh) -> PackedBatches:

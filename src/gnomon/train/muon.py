@@ -94,7 +94,7 @@ class Muon:
         names = [name for name, p in self.matrices.items() if p.grad is not None]
         if not names:
             return
-        directions = [self.matrices[name].grad for name in names]
+        directions = [_gradient(self.matrices[name]) for name in names]
         momenta = [self.momentum[name] for name in names]
         torch._foreach_mul_(momenta, self.config.momentum)
         torch._foreach_add_(momenta, directions)
@@ -149,7 +149,7 @@ class Muon:
         if not names:
             return
         beta1, beta2 = self.config.adam_betas
-        weights, gradients = [self.others[n] for n in names], [self.others[n].grad for n in names]
+        weights, gradients = [self.others[n] for n in names], [_gradient(self.others[n]) for n in names]
         first, second = [self.first[n] for n in names], [self.second[n] for n in names]
         torch._foreach_lerp_(first, gradients, 1.0 - beta1)
         torch._foreach_mul_(second, beta2)
@@ -181,3 +181,8 @@ class Muon:
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.steps = int(state["steps"])
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None  # narrowed for the type checker: names are those with a gradient
+    return parameter.grad

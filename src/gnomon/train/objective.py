@@ -25,33 +25,33 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if wanted else None
-        exact = torch.promote_types(weight.dtype, torch.float32)
+        exact, product = torch.promote_types(weight.dtype, torch.float32), weight.to(hidden.dtype)
         grad_weight = torch.zeros_like(weight, dtype=exact) if wanted else None
         total = hidden.new_zeros((), dtype=torch.float64)
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], targets[start : start + rows]
-            log_p = functional.log_softmax(functional.linear(part, weight).to(exact), dim=-1)  # [n, V]
+            log_p = functional.log_softmax(functional.linear(part, product).to(exact), dim=-1)  # [n, V]
             total -= log_p.gather(-1, target[:, None]).double().sum()
             if wanted:
                 slope = log_p.exp_()
                 slope[torch.arange(len(target), device=target.device), target] -= 1.0
                 slope = slope.to(part.dtype)
-                grad_hidden[start : start + rows] = slope @ weight  # type: ignore[index]
+                grad_hidden[start : start + rows] = slope @ product  # type: ignore[index]
                 grad_weight += slope.mT @ part  # type: ignore[operator]
         if wanted:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))  # type: ignore[union-attr]
         return total.to(torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+        return grad_hidden * grad, grad_weight * grad, None, None  # a scalar keeps its precision and their types
 
 
 def cross_entropy_sum(hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, "N"]) -> Float[Tensor, ""]:
     """Summed cross-entropy of the head's logits against `targets`, in nats; at most `LOGIT_ELEMENTS` logits exist at a time."""
     rows = max(LEAST_ROWS, LOGIT_ELEMENTS // weight.shape[0])
-    return _ChunkedCrossEntropy.apply(hidden, weight.to(hidden.dtype), targets, rows)
+    return _ChunkedCrossEntropy.apply(hidden, weight, targets, rows)
 
 
 @torch.no_grad()

@@ -103,8 +103,8 @@ def depth_read_weights(model: Transformer, material: Material) -> list[tuple[str
     """Mean probabilities of each depth read over some text: held out where there is some, else trained on."""
     shards = (material.held_out or material.train)[0]
     tokens: list[int] = []
-    for document in shards:
-        tokens += document[: DEPTH_TOKENS - len(tokens)].tolist()
+    for index in range(len(shards)):
+        tokens += shards[index][: DEPTH_TOKENS - len(tokens)].tolist()
         if len(tokens) >= DEPTH_TOKENS:
             break
     device = next(model.parameters()).device
