@@ -223,7 +223,7 @@ def test_segments_compose_exactly() -> None:
     carried, added = reference.compose(parts[2], reference.compose(parts[1], parts[0]))
     _, last = reference.recurrent(*inputs, start)
     torch.testing.assert_close(carried @ start + added, last, atol=1e-5, rtol=1e-5)
-    together = reference.transition(*inputs[1:], torch.tensor([0, 33, 34, 90]))
+    together = kda.transition(*inputs[1:], torch.tensor([0, 33, 34, 90]))
     for s, part in enumerate(parts):
         torch.testing.assert_close((together[0][s : s + 1], together[1][s : s + 1]), part, atol=1e-6, rtol=1e-5)
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from gnomon.errors import KernelError
 from gnomon.kernels import native
 from gnomon.kernels.kda.layout import document_bounds
+from gnomon.kernels.kda.reference import transition_by
 from gnomon.kernels.operator import needs_grad
 
 PERIOD = 32  # tokens between two kept states: their history and operands stay in the first-level cache
@@ -52,6 +53,25 @@ def refuse_chunk(
 ) -> str | None:
     """Needs the library and fp32 on the CPU."""
     return native.refuse(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+
+
+def transition(
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K"],
+    beta: Float[Tensor, "B T H"],
+    cu_seqlens: Int[Tensor, " S1"] | None = None,
+    min_log_decay: float = -math.inf,
+) -> tuple[Float[Tensor, "S H K K"], Float[Tensor, "S H K V"]]:
+    """`reference.transition` by the `chunk` above."""
+    return transition_by(chunk, k, v, g, beta, cu_seqlens, min_log_decay)
+
+
+def refuse_transition(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, min_log_decay: float = -math.inf
+) -> str | None:
+    """Needs the library and fp32 on the CPU."""
+    return native.refuse(k=k, v=v, g=g, beta=beta)
 
 
 def step(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnomon.kernels.kda.layout import ChunkLayout, leaf_size
+from gnomon.kernels.kda.reference import transition_by
 
 CHUNK = 32
 
@@ -35,6 +36,23 @@ def chunk(
 
 
 def refuse_chunk(*_args: Any, **_kwargs: Any) -> str | None:
+    """Never: any device, dtype and length."""
+    return None
+
+
+def transition(
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K"],
+    beta: Float[Tensor, "B T H"],
+    cu_seqlens: Int[Tensor, " S1"] | None = None,
+    min_log_decay: float = -math.inf,
+) -> tuple[Float[Tensor, "S H K K"], Float[Tensor, "S H K V"]]:
+    """`reference.transition` by the `chunk` above."""
+    return transition_by(chunk, k, v, g, beta, cu_seqlens, min_log_decay)
+
+
+def refuse_transition(*_args: Any, **_kwargs: Any) -> str | None:
     """Never: any device, dtype and length."""
     return None
 

@@ -6,6 +6,7 @@ Read next: `gnomon.kernels.kda.layout` (documents to chunks), `gnomon.kernels.kd
 """
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -145,11 +146,24 @@ def transition(
     The recurrence is affine in the state and treats value columns alike: M is what becomes of the columns of the identity
     when no value is written, S̃ what becomes of zero.
     """
+    return transition_by(chunk, k, v, g, beta, cu_seqlens, min_log_decay)
+
+
+def transition_by(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    min_log_decay: float,
+) -> tuple[Tensor, Tensor]:
+    """`transition` by any form of `chunk`."""
     segments, heads = (k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1), k.shape[2]
     identity = torch.eye(k.shape[-1], dtype=_compute(v).dtype, device=k.device).expand(segments, heads, -1, -1)
     start = torch.cat([identity.new_zeros(*identity.shape[:-1], v.shape[-1]), identity], -1)
     values = torch.cat([v, torch.zeros_like(k, dtype=v.dtype)], -1)
-    _, last = chunk(torch.zeros_like(k), k, values, g, beta, start, cu_seqlens, min_log_decay)
+    _, last = form(torch.zeros_like(k), k, values, g, beta, start, cu_seqlens, min_log_decay)
     added, carried = last.split([v.shape[-1], k.shape[-1]], -1)
     return carried, added
 
