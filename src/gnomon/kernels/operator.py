@@ -35,13 +35,26 @@ class Operator:
         return f"Operator({self.folder}.{self.name})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the device of the first tensor among the arguments."""
+        """Run on the device of the first tensor among the arguments.
+
+        Autocast is off inside: an operator states its own rounding points, and the caller chooses the types that go in.
+        """
+        import torch
+
+        device = _device(args, kwargs)
+        run = self._choose(device, args, kwargs)
+        if not torch.is_autocast_enabled(device):
+            return run(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return run(*args, **kwargs)
+
+    def _choose(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if not _reference_forced():
-            for module in self.candidates.get(_device(args, kwargs), self._other_devices):
+            for module in self.candidates.get(device, self._other_devices):
                 run, refuse = self._candidate(module)
                 if refuse(*args, **kwargs) is None:
-                    return run(*args, **kwargs)
-        return self.reference(*args, **kwargs)
+                    return run
+        return self.reference
 
     @property
     def reference(self) -> Callable[..., Any]:

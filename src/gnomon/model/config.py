@@ -58,7 +58,7 @@ class ModelConfig:
     hidden_act: Literal["situ", "silu"] = setting("situ", "SiTU-GLU with smooth caps, or plain SwiGLU")
     activation_situ_beta: float = setting(4.0, "cap of the gate branch (report eq. 12)")
     activation_situ_linear_beta: float | None = setting(25.0, "cap of the up branch; none: linear")
-    attention_residuals: Literal["block", "full", "off"] = setting("block", "sources of a depth read: blocks of layers, every sublayer, or none")
+    attention_residuals: Literal["block", "full", "off"] = setting("block", "depth-read sources: blocks of layers, every sublayer, none")
     attn_res_block_size: int = setting(12, "decoder layers per depth block")
     rms_norm_eps: float = setting(1e-5, "epsilon of every norm but the MLA latents' (1e-6)")
     initializer_range: float = setting(0.02, "standard deviation of initial weights")

@@ -66,7 +66,7 @@ class KDAConfig:
     num_heads: int = setting(doc="heads")
     head_dim: int = setting(doc="key and value width of a head")
     short_conv_kernel_size: int = setting(4, "taps of the causal convolution on q, k, v")
-    gate_lower_bound: float | None = setting(-5.0, "bound on the log decay per step (report eq. 5); none: softplus, unbounded")
+    gate_lower_bound: float | None = setting(-5.0, "bound on the log decay per step (report eq. 5); none: unbounded softplus")
     use_full_rank_gate: bool = setting(True, "one full-rank output gate; false: two low-rank factors")
 
     def __post_init__(self) -> None:

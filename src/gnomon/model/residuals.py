@@ -36,7 +36,8 @@ class DepthStream:
         return self.bank if self.partial is None else (*self.bank, self.partial)
 
     def add(self, output: Float[Tensor, "B T D"]) -> "DepthStream":
-        """Add a sublayer's output to the running sum; the first one after a commit starts it."""
+        """Add a sublayer's output to the running sum; the first one after a commit starts it. The stream keeps its type."""
+        output = output.to(self.sources[0].dtype)
         return DepthStream(self.bank, output if self.partial is None else self.partial + output)
 
     def commit(self) -> "DepthStream":
