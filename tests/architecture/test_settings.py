@@ -4,9 +4,9 @@ import dataclasses
 import typing
 
 import pytest
-from gnomon.train.recipe import TrainRecipe
 
 from gnomon.model.config import ModelConfig
+from gnomon.train.recipe import TrainRecipe
 
 
 def parts(hint: object) -> set[type]:
