@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 SMOOTHING = 0.9  # of the loss that is shown; what is recorded is not smoothed
 
@@ -13,8 +13,8 @@ class Display:
     """A progress bar on stderr, or nothing when `show` is false. Use it as a context manager."""
 
     def __init__(self, steps: int, *, show: bool) -> None:
-        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                   TextColumn("{task.fields[line]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        columns = (BarColumn(bar_width=12), TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[line]}"),
+                   TimeRemainingColumn(), TextColumn("left"))
         self._progress = Progress(*columns, console=Console(stderr=True), disable=not show, speed_estimate_period=120)
         self._show, self._steps = show, steps
         self._task: Any = None
@@ -41,5 +41,5 @@ class Display:
     def step(self, row: Mapping[str, Any]) -> None:
         """One step's metrics."""
         self._loss = row["loss"] if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * row["loss"]
-        line = f"loss {self._loss:.3f} · {row['tokens_per_second']:,.0f} tok/s · MaxVio {row['max_violation']:.2f} · ctx {row['context']}"
+        line = f"loss {self._loss:.3f} {row['tokens_per_second']:,.0f} tok/s MaxVio {row['max_violation']:.2f} ctx {row['context']}"
         self._progress.update(self._task, completed=row["step"], line=line)
