@@ -34,6 +34,26 @@ def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
     assert all(0 <= index < len(tokenizer.ranks) for index in ids)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello world", ["Hello", " world"]),
+        ("camelCase HTTPServer", ["camel", "Case", " HTTPServer"]),
+        ("it's we'LL", ["it's", " we'LL"]),
+        ("x = 12345;\n\n  y", ["x", " =", " ", "123", "45", ";\n\n", " ", " y"]),
+        ("中文abc中", ["中文", "abc", "中"]),
+        ("漢字かな", ["漢字", "かな"]),
+        ("a  \n b  ", ["a", "  \n", " b", "  "]),
+        ("(f)_x", ["(f", ")", "_x"]),
+    ],
+)
+def test_the_pattern_cuts_as_worked_out_by_hand(text: str, expected: list[str]) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    split = pre_tokenizers.Split(Regex(bpe.PATTERN), behavior="isolated")
+    assert [piece for piece, _ in split.pre_tokenize_str(text)] == expected
+
+
 def test_training_gives_exactly_the_size_and_is_deterministic(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 1024 == len(tokenizer.ranks) + 32
     assert train_tokenizer(iter(TEXTS), 1024).fingerprint == tokenizer.fingerprint

@@ -104,13 +104,13 @@ def _write_all(corpus: DocumentSource, tokenizer: Tokenizer, target: Path, held_
 
 
 def _require_enough(table: np.ndarray, held_out: float) -> None:
-    documents, size = len(table), int(table[:, 1].sum())
-    if documents == 0:
+    size = int(table[:, 1].sum())
+    if size == 0:
         raise DataError("the corpus is empty: its files hold no text besides white space; give at least a few kilobytes")
     if size < SMALLEST_CORPUS:
         raise DataError(
-            f"the corpus is too small: {size} bytes in {documents} {'document' if documents == 1 else 'documents'}, and training "
-            f"with a held-out part needs at least {SMALLEST_CORPUS} bytes; give more text"
+            f"the corpus is too small: {size} bytes of text, where training with a held-out part needs at least {SMALLEST_CORPUS}; "
+            "give more text"
         )
     kept = int(table[table[:, 2] == 0, 1].sum())
     if held_out > 0 and not 0 < kept < size:
