@@ -34,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
 
     tour = verbs.add_parser("tour", help="the whole system in miniature, a few minutes on two cores")
-    tour.add_argument("--data", type=Path, nargs="+", help="files, folders or globs (default: the text on this machine)")
+    tour.add_argument("overrides", nargs="*", metavar="key=value", help="fields of recipes/tour.toml to change")
+    tour.add_argument("--data", type=Path, action="append", metavar="PATH", help="file, folder or glob (default: this machine's text)")
     tour.add_argument("--out", type=Path, default=Path("tour"), help="folder for the run and its report (default: tour)")
 
     train = verbs.add_parser("train", help="pre-train from a recipe; the same command again resumes")
@@ -101,7 +102,7 @@ def _version() -> str:
 def _tour(parsed: argparse.Namespace) -> None:
     from gnomon import tour
 
-    tour.run(data=parsed.data, out=parsed.out)
+    tour.run(data=parsed.data, out=parsed.out, overrides=parsed.overrides)
 
 
 def _train(parsed: argparse.Namespace) -> None:
@@ -124,7 +125,7 @@ def _sample(parsed: argparse.Namespace) -> None:
         model, tokenizer, _ = load_run(parsed.run)
     ids, shown = [], ""
     print(parsed.prompt, end="")
-    for token in generate(model, tokenizer.encode(parsed.prompt), sampling, frozenset({tokenizer.eos_id})):
+    for token in generate(model, tokenizer.encode(parsed.prompt), sampling, frozenset(tokenizer.stop_ids)):
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # a character may need more tokens than have come
