@@ -11,7 +11,21 @@ from gnomon.kernels import depth
 from gnomon.kernels.depth import fused, reference
 
 EPS = 1e-5
-IMPLEMENTATIONS = pytest.mark.parametrize("read", [reference.depth_read, fused.depth_read], ids=["reference", "fused"])
+OPERATOR = depth.depth_read
+IMPLEMENTATIONS = pytest.mark.parametrize("name", ["reference", *OPERATOR.candidates["cpu"]])
+
+
+def implementation(name: str):
+    """One implementation by name; it skips, with its reason, what it refuses."""
+    module = OPERATOR.module(name)
+    run, refuse = getattr(module, OPERATOR.name), getattr(module, f"refuse_{OPERATOR.name}", lambda *_: None)
+
+    def checked(*arguments):
+        if (reason := refuse(*arguments)) is not None:
+            pytest.skip(f"{name}: {reason}")
+        return run(*arguments)
+
+    return checked
 
 
 def by_hand(sources: list[Tensor], query: Tensor) -> Tensor:
@@ -39,13 +53,15 @@ def some(count: int, *, width: int = 6, dtype: torch.dtype = torch.float64) -> t
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("count", [1, 2, 9])
-def test_equals_the_loop(read, count: int) -> None:
+def test_equals_the_loop(name: str, count: int) -> None:
+    read = implementation(name)
     sources, query = some(count)
     torch.testing.assert_close(read(sources, query, EPS), by_hand(sources, query), rtol=1e-12, atol=1e-12)
 
 
 @IMPLEMENTATIONS
-def test_gradients_are_those_of_the_function(read) -> None:
+def test_gradients_are_those_of_the_function(name: str) -> None:
+    read = implementation(name)
     sources, query = some(3)
     sources[2] = sources[2] * 0.0 + 1e-3  # small against eps: the gradient of the norm is then not the textbook one
     inputs = [*(s.requires_grad_() for s in sources), query.requires_grad_()]
@@ -65,7 +81,8 @@ def test_a_source_without_gradient_gets_none_and_the_others_are_unchanged() -> N
 
 
 @IMPLEMENTATIONS
-def test_the_same_tensor_twice_collects_both_gradients(read) -> None:
+def test_the_same_tensor_twice_collects_both_gradients(name: str) -> None:
+    read = implementation(name)
     (v,), query = some(1)
     v.requires_grad_()
     read([v, v], query, EPS).sum().backward()  # two equal sources mix to themselves
@@ -73,13 +90,15 @@ def test_the_same_tensor_twice_collects_both_gradients(read) -> None:
 
 
 @IMPLEMENTATIONS
-def test_a_zero_query_is_the_mean_of_the_raw_sources(read) -> None:
+def test_a_zero_query_is_the_mean_of_the_raw_sources(name: str) -> None:
+    read = implementation(name)
     sources, query = some(4)
     torch.testing.assert_close(read(sources, query * 0.0, EPS), torch.stack(sources).mean(dim=0))
 
 
 @IMPLEMENTATIONS
-def test_bf16_is_computed_in_fp32_and_rounded_once(read) -> None:
+def test_bf16_is_computed_in_fp32_and_rounded_once(name: str) -> None:
+    read = implementation(name)
     sources, query = some(5, width=64, dtype=torch.bfloat16)
     out = read(sources, query, EPS)
     assert out.dtype == torch.bfloat16
@@ -89,7 +108,8 @@ def test_bf16_is_computed_in_fp32_and_rounded_once(read) -> None:
 
 
 @IMPLEMENTATIONS
-def test_zero_sources_and_huge_sources_stay_finite(read) -> None:
+def test_zero_sources_and_huge_sources_stay_finite(name: str) -> None:
+    read = implementation(name)
     sources = [torch.zeros(1, 2, 4), torch.full((1, 2, 4), 1e15), torch.full((1, 2, 4), -1e-30)]
     leaves = [s.requires_grad_() for s in sources]
     out = read(leaves, torch.ones(4), EPS)
@@ -99,7 +119,33 @@ def test_zero_sources_and_huge_sources_stay_finite(read) -> None:
 
 
 @IMPLEMENTATIONS
-def test_no_tokens(read) -> None:
+@pytest.mark.parametrize("width", [1, 17, 100, 256])
+def test_fp32_values_and_gradients_are_those_of_fp64(name: str, width: int) -> None:
+    """Every width, in rows and tails of vectors, with sources of different size."""
+    sources = [3.0 ** (j - 2) * torch.randn(2, 3, width) for j in range(5)]
+    query, projection = torch.randn(width) * width**-0.5, torch.randn(2, 3, width)
+    results = []
+    for dtype, read in ((torch.float64, reference.depth_read), (torch.float32, implementation(name))):
+        inputs = [x.to(dtype).requires_grad_() for x in (*sources, query)]
+        out = read(inputs[:-1], inputs[-1], EPS)
+        results.append([out.detach(), *torch.autograd.grad((out * projection.to(dtype)).sum(), inputs)])
+    for exact, found in zip(*results, strict=True):
+        assert float((found.double() - exact).abs().max()) <= 1e-5 * max(1e-3, float(exact.abs().max()))
+
+
+@IMPLEMENTATIONS
+def test_sources_may_be_views_and_nan_stays_visible(name: str) -> None:
+    read = implementation(name)
+    sources = [torch.randn(3, 2, 8).transpose(0, 1) for _ in range(2)]
+    query = torch.randn(16)[::2]
+    torch.testing.assert_close(read(sources, query, EPS), reference.depth_read([s.contiguous() for s in sources], query.clone(), EPS))
+    sources[1][1, 2, 3] = torch.nan
+    assert read(sources, query, EPS).isnan().any(dim=-1).nonzero().tolist() == [[1, 2]]
+
+
+@IMPLEMENTATIONS
+def test_no_tokens(name: str) -> None:
+    read = implementation(name)
     sources = [torch.zeros(2, 0, 4, requires_grad=True) for _ in range(2)]
     out = read(sources, torch.ones(4), EPS)
     out.sum().backward()

@@ -6,6 +6,7 @@ The activation runs inside the loop over experts, while an expert's rows are in 
 Read next: `gnomon/kernels/situ/fused.py`.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnomon.kernels.experts.reference import group
-from gnomon.kernels.situ.fused import activate, activate_and_differentiate
+from gnomon.kernels.situ import fused as situ
 
 
 def refuse_experts(
@@ -37,14 +38,16 @@ def experts(
     beta2: float | None,
 ) -> Float[Tensor, "N L"]:
     """As the reference."""
-    return _Experts.apply(z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
+    return GroupedExperts.apply(situ, z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
 
 
-class _Experts(torch.autograd.Function):
+class GroupedExperts(torch.autograd.Function):
+    """The operator for one implementation of the activation: a module with `activate` and `differentiate`."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor, beta1: float | None, beta2: float | None,
+        ctx: Any, activation: ModuleType, z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor,
+        beta1: float | None, beta2: float | None,
     ) -> Tensor:  # fmt: skip
         rows, order, position, counts = group(ids, w_gate.shape[0])
         gate, up = (z.new_empty(len(rows), w_gate.shape[1]) for _ in range(2))  # [N*k, I]
@@ -53,10 +56,10 @@ class _Experts(torch.autograd.Function):
             x = z.index_select(0, rows[part])
             torch.mm(x, w_gate[expert].T, out=gate[part])
             torch.mm(x, w_up[expert].T, out=up[part])
-            hidden = activate(gate[part], up[part], beta1, beta2).to(z.dtype)
+            hidden = activation.activate(gate[part], up[part], beta1, beta2).to(z.dtype)
             torch.mm(hidden, w_down[expert].T, out=outputs[part])
         ctx.save_for_backward(z, w_gate, w_up, w_down, weights, rows, order, position, gate, up)
-        ctx.counts, ctx.betas = counts, (beta1, beta2)
+        ctx.activation, ctx.counts, ctx.betas = activation, counts, (beta1, beta2)
         return _gather_sum(outputs, position.view(ids.shape), weights)
 
     @staticmethod
@@ -68,19 +71,19 @@ class _Experts(torch.autograd.Function):
         d_weights = torch.empty(len(rows), dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
         sorted_weights = weights.reshape(-1)[order].to(d_weights.dtype).unsqueeze(-1)
         for expert, part in _parts(ctx.counts):
-            x, dy, p = z.index_select(0, rows[part]), grad.index_select(0, rows[part]), sorted_weights[part]
-            hidden, by_gate, by_up = activate_and_differentiate(gate[part], up[part], *ctx.betas)
-            through = (dy @ w_down[expert]).to(hidden.dtype)  # g [n, I]
-            torch.linalg.vecdot(through, hidden, out=d_weights[part])
-            torch.mm(dy.T, hidden.mul_(p).to(z.dtype), out=d_down_stack[expert])
-            through *= p
-            d_gate, d_up = by_gate.mul_(through).to(z.dtype), by_up.mul_(through).to(z.dtype)
+            x, dy = z.index_select(0, rows[part]), grad.index_select(0, rows[part])
+            through = dy @ w_down[expert]  # g [n, I]
+            d_gate, d_up, hidden, d_weights[part] = ctx.activation.differentiate(
+                through, gate[part], up[part], sorted_weights[part], *ctx.betas
+            )
+            d_gate, d_up = d_gate.to(z.dtype), d_up.to(z.dtype)
+            torch.mm(dy.T, hidden.to(z.dtype), out=d_down_stack[expert])
             torch.mm(d_gate.T, x, out=d_gate_stack[expert])
             torch.mm(d_up.T, x, out=d_up_stack[expert])
             torch.mm(d_gate, w_gate[expert], out=d_rows[part]).addmm_(d_up, w_up[expert])
         dz = _gather_sum(d_rows, position.view(weights.shape), None)
         dp = d_weights[position].view(weights.shape).to(weights.dtype)
-        return dz, d_gate_stack, d_up_stack, d_down_stack, None, dp, None, None
+        return None, dz, d_gate_stack, d_up_stack, d_down_stack, None, dp, None, None
 
 
 def _parts(counts: list[int]) -> list[tuple[int, slice]]:

@@ -1,7 +1,7 @@
 """SiTU-GLU with a handwritten backward: keeps the two inputs, recomputes the rest, works in tiles that stay in cache.
 
-`activate` and `activate_and_differentiate` are the formulas on one tile; the grouped experts use them between their products.
-Read next: `gnomon/kernels/experts/fused.py`.
+`activate` and `differentiate` are the formulas on one tile; the grouped experts use them between their products.
+Read next: `cpu.py`, which has the same two in C++; `gnomon/kernels/experts/fused.py`.
 """
 
 from typing import Any
@@ -36,16 +36,17 @@ def activate(gate: Tensor, up: Tensor, beta1: float | None, beta2: float | None)
     return out
 
 
-def activate_and_differentiate(
-    gate: Tensor, up: Tensor, beta1: float | None, beta2: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation a and its partial derivatives by gate and by up, in the arithmetic dtype.
+def differentiate(
+    grad: Tensor, gate: Tensor, up: Tensor, weight: Tensor | None, beta1: float | None, beta2: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the backward pass needs of `weight * a` for the activation a, given the gradient of that product.
 
     With t = tanh(gate/beta1), s = sigmoid(gate), c = beta1 t and l = beta2 tanh(up/beta2): a = c s l,
     da/dgate = l s (1 - t^2 + c (1 - s)) and da/dup = c s (1 - (l/beta2)^2).
+    Returns d gate and d up [N, I], weight * a [N, I] and d weight = <grad, a> [N]. `weight` is [N, 1], or `None` for ones.
     """
     dtype = torch.promote_types(gate.dtype, torch.float32)
-    g, u = gate.to(dtype), up.to(dtype)
+    g, u, grad = gate.to(dtype), up.to(dtype), grad.to(dtype)
     s = g.sigmoid()
     if beta1 is None:
         capped, by_gate = g, torch.sub(1.0, s).mul_(g).add_(1.0)
@@ -56,11 +57,17 @@ def activate_and_differentiate(
     by_gate *= s
     by_up = s.mul_(capped)
     if beta2 is None:
-        return by_up * u, by_gate.mul_(u), by_up
-    t = torch.div(u, beta2).tanh_()
-    linear = t * beta2
-    out = by_up * linear
-    return out, by_gate.mul_(linear), by_up.addcmul_(by_up, t.square_(), value=-1.0)
+        out = by_up * u
+        by_gate *= u
+    else:
+        t = torch.div(u, beta2).tanh_()
+        linear = t * beta2
+        out = by_up * linear
+        by_gate *= linear
+        by_up.addcmul_(by_up, t.square_(), value=-1.0)
+    d_weight = torch.linalg.vecdot(grad, out)
+    scaled = grad if weight is None else grad * weight
+    return by_gate.mul_(scaled), by_up.mul_(scaled), out if weight is None else out.mul_(weight), d_weight
 
 
 class _SituGLU(torch.autograd.Function):
@@ -82,8 +89,7 @@ class _SituGLU(torch.autograd.Function):
         g, u, incoming = gate.reshape(-1), up.reshape(-1), grad.reshape(-1)
         flat_gate, flat_up = d_gate.view(-1), d_up.view(-1)
         for tile in _tiles(g.numel()):
-            _, by_gate, by_up = activate_and_differentiate(g[tile], u[tile], *ctx.betas)
-            flat_gate[tile], flat_up[tile] = by_gate.mul_(incoming[tile]), by_up.mul_(incoming[tile])
+            flat_gate[tile], flat_up[tile], *_ = differentiate(incoming[tile], g[tile], u[tile], None, *ctx.betas)
         return d_gate, d_up, None, None
 
 
