@@ -1,0 +1,232 @@
+"""The whole system in miniature, a few minutes on two cores: `gnomon tour`, `make tour`.
+
+Each step does the real thing at a small size and says in a few lines what it shows. What it prints is kept in `tour.html`, its figures
+in `tour.json`, and the training run's own report beside them. The same command again goes on where it stopped.
+Read next: `recipes/tour.toml` for the run, then whichever step you want to see at full size.
+"""
+
+import json
+import lzma
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import gnomon
+from gnomon.data.shards import Shards
+from gnomon.data.tokenizer import Tokenizer
+from gnomon.errors import ConfigError
+from gnomon.kernels import mxfp, native
+from gnomon.model.config import ModelConfig, preset
+from gnomon.model.generate import Sampling, generate
+from gnomon.model.transformer import Transformer
+from gnomon.model.weights import load_pretrained, save_pretrained
+from gnomon.train.checkpoint import load_run
+from gnomon.train.evaluate import HeldOut, held_out
+from gnomon.train.loop import RunSummary, train
+from gnomon.train.recipe import SourceConfig, TrainRecipe
+from gnomon.train.recipe import load as load_recipe
+from gnomon.units import format_bytes, format_count, format_flops, format_seconds
+
+PROMPT = '    def __init__(self, name):\n        """'
+RELEASED = "k3-2.8t"
+
+
+def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Do all steps; returns the figures that are also in `OUT/tour.json`.
+
+    `data` replaces the machine's own text. Raises what its steps raise: `DataError` for unusable text, `ConfigError` for bad overrides.
+    """
+    began = time.monotonic()
+    console = Console(record=True, highlight=False, width=110)
+    recipe = _recipe(data, Path(out), overrides)
+    figures: dict[str, Any] = {}
+    _welcome(console, recipe)
+    summary = _train(console, recipe, figures)
+    model, tokenizer, recipe = load_run(recipe.run)
+    shards = _held_out_shards(recipe.run)
+    _positions(console, summary, recipe, figures)
+    _compression(console, summary.held_out[0], shards, tokenizer, figures)
+    _sample(console, model, tokenizer, figures)
+    _export(console, model, tokenizer, Path(out), figures, shards)
+    _costs(console, recipe.model, recipe.stages[-1].context)
+    figures["seconds"] = time.monotonic() - began
+    _farewell(console, Path(out), recipe.run, figures)
+    return figures
+
+
+def recipe_file(name: str) -> Path:
+    """A recipe that ships with gnomon: in the source tree, or inside the installed package."""
+    package = Path(gnomon.__file__).parent
+    for folder in (package.parents[1] / "recipes", package / "recipes"):
+        if (folder / name).is_file():
+            return folder / name
+    raise ConfigError(f"recipe '{name}' is not installed; run from a clone of the repository, or reinstall gnomon")
+
+
+def _recipe(data: Sequence[Path] | None, out: Path, overrides: Sequence[str]) -> TrainRecipe:
+    recipe = load_recipe(recipe_file("tour.toml"), tuple(overrides))
+    if data:
+        recipe = replace(recipe, data=replace(recipe.data, sources=(SourceConfig(paths=tuple(map(str, data))),)))
+    return replace(recipe, run=out / "run")
+
+
+def _step(console: Console, title: str, text: str) -> None:
+    console.print()
+    console.rule(f"[bold]{title}", align="left")
+    console.print(text)
+
+
+def _welcome(console: Console, recipe: TrainRecipe) -> None:
+    model = recipe.model
+    kinds = " ".join({"kda": "K", "mla": "M"}.get(kind, "?") for kind in model.layers)
+    _step(console, "gnomon: text in, a trained model of the K3 family out", (
+        f"The model has {format_count(model.num_parameters())} parameters, {format_count(model.activated_parameters())} of them at work "
+        f"for each token. Its {model.num_hidden_layers} layers are {kinds}: K is Kimi Delta Attention, a recurrence with a state of fixed "
+        "size; M is gated latent attention. Each sublayer chooses what it reads from earlier blocks (attention residuals), and all layers "
+        "but the first send each token to a few of many small experts that work in a latent space. Nothing encodes a position."))
+    absent = native.unavailable()
+    if absent:
+        console.print(f"[yellow]Notice:[/] {absent}. Everything works in plain PyTorch, only slower.")
+
+
+def _train(console: Console, recipe: TrainRecipe, figures: dict[str, Any]) -> RunSummary:
+    contexts = " → ".join(format_count(stage.context) for stage in recipe.stages)
+    source = ", ".join(recipe.data.sources[0].paths) or "the Python library and the documentation on this machine"
+    _step(console, "1  Tokenizer and pre-training", (
+        f"Text: {source}. A byte-level BPE is trained on it, then the model, at contexts {contexts}: the optimiser is Per-Head Muon, and "
+        "Quantile Balancing sets every router's bias once per step. MaxVio says how far the busiest expert is above the mean "
+        "(0 is perfect); watch it stay small from the first steps on."))
+    summary = train(recipe)
+    tokenizer = Tokenizer.load(recipe.run / "tokenizer")
+    rows = [json.loads(line) for line in (recipe.run / "metrics.jsonl").read_text().splitlines()]
+    tail = rows[-max(1, len(rows) // 20) :]
+    violation = sum(row["max_violation"] for row in tail) / len(tail)
+    figures |= {
+        "loss_first": rows[0]["loss"], "loss_last": sum(row["loss"] for row in tail) / len(tail), "max_violation": violation,
+        "training_tokens": rows[-1]["tokens"], "training_seconds": sum(row["seconds"] for row in rows),
+        "vocabulary": tokenizer.vocab_size, "tokens_per_second": sorted(row["tokens_per_second"] for row in rows)[len(rows) // 2],
+    }
+    console.print(
+        f"{summary.steps} steps, {format_count(rows[-1]['tokens'])} tokens in {format_seconds(figures['training_seconds'])}: loss "
+        f"{figures['loss_first']:.2f} → [bold]{figures['loss_last']:.2f}[/] nats per token, MaxVio of the worst layer {violation:.2f}.")
+    return summary
+
+
+def _positions(console: Console, summary: RunSummary, recipe: TrainRecipe, figures: dict[str, Any]) -> None:
+    longest = max(stage.context for stage in recipe.stages)
+    _step(console, "2  Longer than it was trained", (
+        f"Held-out documents, loss by position. Training never went beyond {longest:,} tokens. A model with encoded positions would have "
+        "to be recalibrated there; this one has none, so the curve just goes on."))
+    results = [result for result in summary.held_out if result.by_position]
+    figures["held_out"] = [result.row() for result in summary.held_out]
+    if not results:
+        console.print("No held-out document is long enough for this text; give more or longer files with --data.")
+        return
+    widest = max(results, key=lambda result: result.context)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("position in the document", justify="right")
+    table.add_column("nats per token", justify="right")
+    table.add_column("")
+    scale = 36 / max(loss for _, _, loss, _ in widest.by_position)
+    for low, high, loss, _ in widest.by_position:
+        beyond = "  beyond the trained length" if low >= longest else ""
+        table.add_row(f"{low:,} to {high - 1:,}", f"{loss:.3f}", Text("█" * round(loss * scale), "cyan") + Text(beyond, "dim"))
+    console.print(table)
+
+
+def _compression(console: Console, result: HeldOut, shards: Sequence[Shards], tokenizer: Tokenizer, figures: dict[str, Any]) -> None:
+    text = b"".join(tokenizer.decode_bytes(part[index].tolist()) for part in shards for index in range(len(part)))
+    packed = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    figures |= {"bits_per_byte": result.bits_per_byte, "xz_bits_per_byte": packed, "held_out_bytes": len(text)}
+    _step(console, "3  Prediction is compression", (
+        f"The held-out text is {format_bytes(len(text))}. A model that predicts well could store it in few bits. The model: "
+        f"[bold]{result.bits_per_byte:.2f}[/] bits per byte (its own size not counted). `xz -9` on the same bytes: [bold]{packed:.2f}[/]. "
+        "xz may repeat what it saw earlier in the same file, the model saw other documents before; neither has seen these."))
+
+
+def _sample(console: Console, model: Transformer, tokenizer: Tokenizer, figures: dict[str, Any]) -> None:
+    sampling = Sampling(temperature=0.7, max_tokens=160)
+    tokens = list(generate(model, tokenizer.encode(PROMPT), sampling, frozenset(tokenizer.stop_ids)))
+    figures["sample"] = tokenizer.decode(tokens)
+    _step(console, "4  What it writes", "One token at a time over states of fixed size and a small cache. Prompt dim, continuation bright:")
+    console.print(Text(PROMPT, "dim") + Text(figures["sample"], "bold"))
+
+
+def _export(
+    console: Console, model: Transformer, tokenizer: Tokenizer, out: Path, figures: dict[str, Any], shards: Sequence[Shards]
+) -> None:
+    folder = out / "export"
+    save_pretrained(model, folder, dtype=torch.bfloat16, tokenizer=tokenizer)
+    reloaded = load_pretrained(folder, dtype=torch.float32)
+    expected = as_stored(model)
+    tokens = torch.from_numpy(shards[0][0][:256].astype("int64")).unsqueeze(0)
+    with torch.no_grad():
+        difference = (reloaded(tokens) - expected(tokens)).abs().max().item()
+    context = min(512, shards[0][0].size)
+    before, after = (held_out(m, shards, tokenizer, max(2, context), 32_768).loss for m in (model, reloaded))
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    figures |= {"export_difference": difference, "loss_before_rounding": before, "loss_after_rounding": after, "export_bytes": stored}
+    _step(console, "5  Out into the world", (
+        f"The run is written in the released K3 layout to {folder}: experts as MXFP4 (4 bits and a shared scale per 32 weights), the rest "
+        f"bf16, {format_bytes(stored)} in all. Read back, its logits differ from those of the rounded model in memory by "
+        f"[bold]{difference:g}[/]. Rounding moved the held-out loss from {before:.4f} to {after:.4f}; training with that rounding in view "
+        "is what post-training adds."))
+
+
+@torch.no_grad()
+def as_stored(model: Transformer) -> Transformer:
+    """A copy whose weights have the values that the released layout can hold: MXFP4 experts, fp32 where the release has it, else bf16."""
+    copy = Transformer(model.config)
+    storage = {spec.name.replace(".{}", "").removesuffix(".weight") if "{}" in spec.name else spec.name: spec.storage
+               for spec in model.config.tensors()}
+    values = {}
+    for name, value in model.state_dict().items():
+        kind = storage[name]
+        if kind == "mxfp4":
+            value = mxfp.fake_mxfp4(value)
+        values[name] = value.bfloat16().float() if kind == "bf16" else value
+    copy.load_state_dict(values)
+    return copy.eval()
+
+
+def _costs(console: Console, toy: ModelConfig, context: int) -> None:
+    _step(console, "6  The same shape, a million times larger", "What this model costs beside the released one, from the same formulas:")
+    rows = {
+        "parameters": lambda c: format_count(c.num_parameters()),
+        "at work per token": lambda c: format_count(c.activated_parameters()),
+        "experts per token": lambda c: f"{c.moe.num_experts_per_token} of {c.moe.num_experts}" if c.moe else "none",
+        f"forward pass per token at {context:,}": lambda c: format_flops(c.flops_per_token(context)),
+        "cache per token of context": lambda c: format_bytes(c.kv_bytes_per_token()),
+        "state per sequence": lambda c: format_bytes(c.state_bytes()),
+        "checkpoint": lambda c: format_bytes(c.checkpoint_bytes()),
+    }
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for name in ("", "this model", "Kimi K3"):
+        table.add_column(name, justify="left" if not name else "right")
+    released = preset(RELEASED)
+    for label, figure in rows.items():
+        table.add_row(label, figure(toy), figure(released))
+    console.print(table)
+
+
+def _farewell(console: Console, out: Path, run_folder: Path, figures: dict[str, Any]) -> None:
+    _step(console, "Done", (
+        f"{format_seconds(figures['seconds'])}. Look at {run_folder / 'report.html'} (curves, load of the experts, depth reads), then:\n"
+        f"  gnomon sample {run_folder} --prompt 'import '\n  gnomon show {run_folder}\n  gnomon kernels"))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tour.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    (out / "tour.html").write_text(console.export_html(), encoding="utf-8")
+
+
+def _held_out_shards(run_folder: Path) -> list[Shards]:
+    folders = (run_folder / "data.txt").read_text(encoding="utf-8").splitlines()
+    return [Shards.open(folder, "held_out") for folder in folders]
+
+
