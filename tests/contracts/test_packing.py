@@ -53,14 +53,16 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 def test_rows_by_hand() -> None:
-    """Items 0…4, 5…9, …: four positions each; rows of six."""
-    batch = PackedBatches(Mixture([(Counting(), 1.0)]), batch_size=2, context=6).next()
-    assert batch.tokens.tolist() == [[0, 1, 2, 3, 5, 6], [7, 8, 10, 11, 12, 13]]
-    assert batch.targets.tolist() == [[1, 2, 3, 4, 6, 7], [8, 9, 11, 12, 13, 14]]
-    assert batch.cu_seqlens.tolist() == [0, 4, 6, 8, 12]
+    """Items 0…4, 5…9, …: four positions each; rows of six. A row goes on in the next batch with its own document."""
+    batches = PackedBatches(Mixture([(Counting(), 1.0)]), batch_size=2, context=6)
+    batch = batches.next()
+    assert batch.tokens.tolist() == [[0, 1, 2, 3, 5, 6], [10, 11, 12, 13, 15, 16]]
+    assert batch.targets.tolist() == [[1, 2, 3, 4, 6, 7], [11, 12, 13, 14, 16, 17]]
+    assert batch.cu_seqlens.tolist() == [0, 4, 6, 10, 12]
+    assert batches.next().tokens.tolist() == [[7, 8, 20, 21, 22, 23], [17, 18, 25, 26, 27, 28]]
     assert batch.loss_mask.tolist() == (batch.targets % 2 == 0).tolist()
     assert batch.token_mask.all()
-    assert batch.positions().tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3]]
+    assert batch.positions().tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0, 1]]
     assert batch.tokens.dtype == batch.targets.dtype == torch.int64
     assert batch.cu_seqlens.dtype == torch.int32
 
@@ -78,13 +80,22 @@ def test_a_document_longer_than_the_context_becomes_consecutive_pieces(tmp_path:
 def test_whole_items_are_not_cut_when_they_fit() -> None:
     batches = PackedBatches(Mixture([(Counting(whole=True), 1.0)]), batch_size=2, context=6, pad_id=99)
     batch = batches.next()
-    assert batch.tokens.tolist() == [[0, 1, 2, 3, 99, 99], [5, 6, 7, 8, 99, 99]]
+    assert batch.tokens.tolist() == [[0, 1, 2, 3, 99, 99], [10, 11, 12, 13, 99, 99]]
     assert batch.token_mask.tolist() == [[True] * 4 + [False] * 2] * 2
     assert not batch.loss_mask[:, 4:].any()
     assert batch.cu_seqlens.tolist() == [0, 4, 6, 10, 12]
     assert batches.num_tokens == 8
     longer = PackedBatches(Mixture([(Counting(size=10, whole=True), 1.0)]), batch_size=1, context=6)
     assert [longer.next().tokens[0].tolist() for _ in range(2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 10, 11, 12]]
+
+
+def test_fewer_rows_take_over_what_idle_lanes_left() -> None:
+    """Three lanes hold items 0…8, 9…17, 18…26 half used; with one row they are finished in turn before a new item is drawn."""
+    batches = PackedBatches(Mixture([(Counting(size=9), 1.0)]), batch_size=3, context=4)
+    batches.next()
+    batches.set_stage(batch_size=1, context=6)
+    rows = [batches.next().tokens[0].tolist() for _ in range(3)]
+    assert rows == [[4, 5, 6, 7, 13, 14], [15, 16, 22, 23, 24, 25], [27, 28, 29, 30, 31, 32]]
 
 
 def test_micro_batches_are_the_rows() -> None:

@@ -78,12 +78,17 @@ def equal(a: Batch, b: Batch) -> bool:
 def test_no_position_is_lost_or_repeated(lengths: list[int], whole: bool, rows: int, context: int) -> None:
     batches = PackedBatches(Mixture([(Samples(lengths, 100, whole), 1.0)]), rows, context, pad_id=7)
     taken = [batches.next() for _ in range(6)]
-    seen = [token for batch in taken for token in batch.tokens[batch.token_mask].tolist()]
-    expected, again = [], Samples(lengths, 100, whole)
-    while len(expected) < len(seen):
-        expected += again.next_item().tokens[:-1].tolist()
-    assert seen == expected[: len(seen)]
-    assert batches.num_tokens == len(seen)
+    lanes = [[token for batch in taken for token in batch.tokens[row][batch.token_mask[row]].tolist()] for row in range(rows)]
+    documents, again = {}, Samples(lengths, 100, whole)
+    while len(documents) <= sum(map(len, lanes)):
+        item = again.next_item().tokens[:-1].tolist()
+        documents[item[0]] = item
+    for lane in lanes:  # whole documents one after the other, the last perhaps unfinished, each in one lane only
+        while lane:
+            document = documents.pop(lane[0])
+            assert lane[: len(document)] == document[: len(lane)]
+            lane = lane[len(document) :]
+    assert batches.num_tokens == sum(int(batch.token_mask.sum()) for batch in taken)
     for batch in taken:
         real = batch.token_mask
         assert torch.equal(batch.targets[real], batch.tokens[real] + 1)

@@ -1,9 +1,10 @@
 """Items to batches: rows filled to the last token, every document a segment of its own, a position that resumes exactly.
 
-Documents are laid one after the other into rows of `context` tokens. What does not fit goes on at the start of the next row
-as a new segment, so a document longer than the context becomes consecutive pieces; no token is dropped and none is trained
-on twice. The target of a position is the next token of the same document, across a cut too; the last target is ``[EOS]``.
-The stream of global batches does not depend on the number of ranks: rank r packs rows r, r + world, … of each.
+Each row of the batch is a lane with documents of its own, laid one after the other. What does not fit goes on in the same lane of the
+next batch as a new segment, so a document longer than the context becomes consecutive pieces, and the rows of one batch come from
+different documents; no token is dropped and none is trained on twice. The target of a position is the next token of the same
+document, across a cut too; the last target is ``[EOS]``. The stream of global batches does not depend on the number of ranks:
+rank r packs rows r, r + world, … of each.
 Read next: `gnomon.train.loop`, which consumes the batches.
 """
 
@@ -104,31 +105,40 @@ class _Sheet:
         )
 
 
-class _Packer:
-    """The item in hand, how much of it is used, and the rule that fills a row."""
+@dataclass(slots=True, kw_only=True)
+class _InHand:
+    """An item, how much of it is used, and the mixture's state just before it was drawn."""
 
-    def __init__(self, pull: Callable[[], Item | None]) -> None:
+    item: Item
+    offset: int = 0
+    origin: State | None = None
+
+
+class _Lane:
+    """The item in hand and the rule that fills a row."""
+
+    def __init__(self, pull: Callable[[], _InHand | None]) -> None:
         self.pull = pull
-        self.item: Item | None = None
-        self.offset = 0
+        self.hand: _InHand | None = None
 
     def fill(self, context: int, sheet: _Sheet | None, row: int) -> int:
         """Fill one row (write it only if `sheet` is given); returns its real tokens, fewer than `context` if it was padded."""
         column = 0
         while column < context:
-            if self.item is None:
-                self.item, self.offset = self.pull(), 0
-                if self.item is None:
-                    break
-            left, room = self.item.tokens.size - 1 - self.offset, context - column
-            if self.item.whole and self.offset == 0 and room < left <= context:
+            if self.hand is None:
+                self.hand = self.pull()
+            if self.hand is None:
+                break
+            item, offset = self.hand.item, self.hand.offset
+            left, room = item.tokens.size - 1 - offset, context - column
+            if item.whole and offset == 0 and room < left <= context:
                 break
             size = min(left, room)
             if size and sheet is not None:
-                sheet.put(row, column, self.item, self.offset, size)
-            column, self.offset = column + size, self.offset + size
+                sheet.put(row, column, item, offset, size)
+            column, self.hand.offset = column + size, offset + size
             if size == left:
-                self.item = None
+                self.hand = None
         if column < context and sheet is not None:
             sheet.lengths.append(context - column)
         return column
@@ -143,10 +153,8 @@ class PackedBatches:
 
     def __init__(self, mixture: Mixture, batch_size: int, context: int, rank: int = 0, world: int = 1, *, pad_id: int = 0) -> None:
         self._mixture, self._rank, self._world, self._pad_id = mixture, rank, world, pad_id
-        self._packer = _Packer(self._pull)
-        # A position is the mixture's state before some item, the number of items taken since, and how much of the last is used.
-        self._base: State = mixture.state()
-        self._pulled, self._fresh = 0, True
+        # A position is what each lane has in hand, as the mixture's state before that item and how much of it is used.
+        self._lanes: list[_Lane] = []
         self.num_batches, self.num_tokens = 0, 0
         self.batch_size, self.context = 0, 0
         self.set_stage(batch_size=batch_size, context=context)
@@ -166,15 +174,15 @@ class PackedBatches:
         if context < 2:
             raise ConfigError(f"context = {context}: a row needs at least 2 tokens")
         self.batch_size, self.context = batch_size, context
+        self._lanes += [_Lane(self._pull) for _ in range(batch_size - len(self._lanes))]
         self._mixture.configure(weights=weights, long_exponent=long_exponent)
 
     def next(self) -> Batch:
         """The rows of this rank in the next global batch."""
         sheet = _Sheet(self.batch_size // self._world, self.context, self._pad_id)
-        self._fresh = True
         for row in range(self.batch_size):
             mine = row % self._world == self._rank
-            self.num_tokens += self._packer.fill(self.context, sheet if mine else None, row // self._world)
+            self.num_tokens += self._lanes[row].fill(self.context, sheet if mine else None, row // self._world)
         self.num_batches += 1
         return sheet.batch()
 
@@ -183,35 +191,32 @@ class PackedBatches:
         while True:
             yield self.next()
 
-    def _pull(self) -> Item:
-        if self._fresh:  # one snapshot per batch: replaying at most one batch of items is cheap, a snapshot per item is not
-            self._base, self._pulled, self._fresh = copy.deepcopy(self._mixture.state()), 0, False
-        self._pulled += 1
-        return self._mixture.next_item()
+    def _pull(self) -> _InHand:
+        """What an earlier, wider batch left unfinished in lanes that are now idle, else the mixture's next item."""
+        for lane in self._lanes[self.batch_size :]:
+            if lane.hand is not None:
+                taken, lane.hand = lane.hand, None
+                return taken
+        origin = self._mixture.state()
+        return _InHand(item=self._mixture.next_item(), origin=origin)
 
     def state(self) -> State:
         """The exact position between two batches, as small plain JSON values."""
-        return {
-            "base": copy.deepcopy(self._base),
-            "pulled": self._pulled,
-            "offset": self._packer.offset if self._packer.item is not None else -1,
-            "now": copy.deepcopy(self._mixture.state()),
-            "batches": self.num_batches,
-            "tokens": self.num_tokens,
-        }
+        hands = [lane.hand for lane in self._lanes]
+        lanes = [None if hand is None else {"origin": copy.deepcopy(hand.origin), "offset": hand.offset} for hand in hands]
+        return {"lanes": lanes, "now": copy.deepcopy(self._mixture.state()), "batches": self.num_batches, "tokens": self.num_tokens}
 
     def restore(self, state: State) -> None:
         """Go to a position; the next batch is the one that followed it. Shape comes from the stage, not from the position.
 
         Raises CheckpointError when the position belongs to other data.
         """
-        self._base, self._pulled, self._fresh = copy.deepcopy(state["base"]), state["pulled"], False
-        self._mixture.restore(copy.deepcopy(self._base))
-        item = None
-        for _ in range(self._pulled):
-            item = self._mixture.next_item()
-        self._packer.item = item if state["offset"] >= 0 else None
-        self._packer.offset = max(0, state["offset"])
+        lanes = [_Lane(self._pull) for _ in range(max(self.batch_size, len(state["lanes"])))]
+        for lane, saved in zip(lanes, state["lanes"], strict=False):
+            if saved is not None:
+                self._mixture.restore(copy.deepcopy(saved["origin"]))
+                lane.hand = _InHand(item=self._mixture.next_item(), offset=saved["offset"], origin=copy.deepcopy(saved["origin"]))
+        self._lanes = lanes
         self._mixture.restore(copy.deepcopy(state["now"]))
         self.num_batches, self.num_tokens = state["batches"], state["tokens"]
 
@@ -222,10 +227,10 @@ def one_pass(shards: Shards, batch_size: int, context: int, *, pad_id: int = 0, 
     With `whole` a document that fits the context is not cut, so that each of its tokens sees all that precedes it.
     """
     items = (Item(tokens=shards[index], whole=whole) for index in range(len(shards)))
-    packer = _Packer(lambda: next(items, None))
+    lane = _Lane(lambda: next((_InHand(item=item) for item in items), None))
     while True:
         sheet = _Sheet(batch_size, context, pad_id)
-        filled = [packer.fill(context, sheet, row) for row in range(batch_size)]
+        filled = [lane.fill(context, sheet, row) for row in range(batch_size)]
         if not any(filled):
             return
         yield sheet.batch()
