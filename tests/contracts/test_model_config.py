@@ -1,9 +1,13 @@
 """Counts: exact against the published figures, and equal between the configuration and the modules that run."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, preset
@@ -161,6 +165,14 @@ def test_layer_lists_are_one_based_in_files():
     text = to_released(preset("k3-2.8t"))["text_config"]["linear_attn_config"]
     assert text["full_attn_layers"] == [*range(4, 93, 4), 93]
     assert text["kda_layers"][:4] == [1, 2, 3, 5]
+
+
+@given(st.lists(st.sampled_from(["kda", "mla"]), min_size=1, max_size=24))
+def test_any_order_of_layers_survives_the_released_format(kinds):
+    config = replace(preset("tiny"), num_hidden_layers=len(kinds), layer_pattern=tuple(kinds), final_mixer=None)
+    again = to_model_config(json.loads(json.dumps(to_released(config))))
+    assert again.layers == tuple(kinds)
+    assert list(again.tensors()) == list(config.tensors())
 
 
 @pytest.mark.parametrize(("override", "words"), [

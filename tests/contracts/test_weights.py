@@ -7,6 +7,8 @@ import errno
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +167,14 @@ def test_a_tensor_above_two_gib_is_read_whole(tmp_path):
         file.write(b"\1\2\3")
     tensor = tensorfile.read_header(tmp_path / "big.safetensors")["x"].read()
     assert tensor[-4:].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_loading_needs_little_more_memory_than_the_model(repository):
+    """The peak of resident memory over the loaded bytes, on a checkpoint of a gigabyte of each family: at most 1.15."""
+    program = [sys.executable, str(repository / "benchmarks" / "checkpoint_memory.py"), "--runs", "1", "--no-save"]
+    result = subprocess.run(program, capture_output=True, text=True, check=False, cwd=repository)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 # ---- what a reader refuses

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from gnomon.model.weights import load_pretrained
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the peer's own deprecations
 
@@ -48,3 +50,11 @@ def test_logits_and_greedy_text(name, auto, tmp_path, record_property):
     print(f"transformers, {name}: relative error {error:.1e}, smallest gap between choices {gap:.1e}")
     assert error <= 1e-5
     assert continuation == np.array(text[0, tokens.shape[1]:]).tolist()
+
+
+def test_what_transformers_saves_is_read(auto, tmp_path):
+    """A fine-tuned checkpoint comes back from its writer with the same tensors, under the names that writer gives them."""
+    ours = exported.export(tmp_path / "ours", "kimi_linear")
+    auto.from_pretrained(tmp_path / "ours", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
+    theirs = load_pretrained(tmp_path / "theirs").state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.state_dict().items())

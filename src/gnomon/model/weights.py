@@ -151,7 +151,9 @@ def _match(model: Transformer, found: dict[str, Stored], problems: list[str]) ->
     k3 = model.config.family == "kimi_k3"
     plan, rest = [], dict(found)
     for slot in slots(model):
-        names = (slot.name,) if slot.name in found else (f"{slot.name}_packed", f"{slot.name}_scale")
+        alias = slot.name.replace(".mlp.", ".block_sparse_moe.")  # what transformers 5 calls a dense feed-forward when it saves
+        plain = slot.name if slot.name in found else alias
+        names = (plain,) if plain in found else (f"{slot.name}_packed", f"{slot.name}_scale")
         if missing := [name for name in names if name not in found]:
             shown = slot.name if len(missing) == len(names) else missing[0]
             problems.append(f"missing {shown} {list(slot.shape)}")
