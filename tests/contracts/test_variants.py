@@ -359,6 +359,16 @@ def test_norms_round_before_the_weight_multiplies():
     assert torch.equal(gated_norm.rms_norm(x, weight, 1e-5), normalised * weight)
 
 
+@pytest.mark.parametrize(("layer", "part"), [(0, "self_attn"), (3, "self_attn"), (0, "mlp"), (2, "block_sparse_moe")])
+def test_parts_in_bf16_stay_near_fp32(layer, part):
+    """The same bf16 weights and inputs, computed in bf16 and in fp32: rounding of activations alone, about 2^-8 per operation."""
+    rounded = getattr(exported.build("kimi_k3").model.layers[layer], part).to(torch.bfloat16)
+    x = torch.randn(1, 40, 64).to(torch.bfloat16)
+    with torch.no_grad():
+        ours = rounded(x).float().numpy()
+        assert exported.relative(ours, rounded.float()(x.float()).numpy()) <= 1e-2
+
+
 @pytest.mark.slow
 def test_every_wrong_variant_is_caught(repository):
     """The mutation table, one wrong variant at a time: none passes, and each fails the test that is named for it."""
