@@ -140,11 +140,14 @@ def test_another_run_starts_from_the_weights_of_the_first(base, recipe, rows):
     assert rows(second)[0]["loss"] < rows(base)[0]["loss"] - 0.3
 
 
-def test_a_finished_run_can_be_made_longer(base, recipe, rows):
+def test_a_finished_run_can_be_made_longer_and_a_torn_checkpoint_does_not_count(base, recipe, rows):
     longer = recipe(stages=[{"context": 128, "steps": 4}, {"context": 256, "steps": 3}])
     shutil.copytree(base.run, longer.run)
+    torn = longer.run / "checkpoints" / "step-000009.partial"  # a kill while it was written
+    shutil.copytree(checkpoint.latest(base.run), torn)
     summary = train(longer, quiet=True)
     assert summary.resumed_at == 6
+    assert not torn.exists()
     assert [row["step"] for row in rows(longer)] == list(range(1, 8))
 
 

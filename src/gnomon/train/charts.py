@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from gnomon.train.evaluate import HeldOut
 from gnomon.units import format_count
@@ -28,6 +28,14 @@ STYLE: Any = {
     "axes.grid": True, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
     "legend.frameon": False,
 }
+
+
+def context_length(tokens: float) -> str:
+    """As context lengths are written: 512, 8K, 1M, in powers of two."""
+    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens / size:g}{letter}"
+    return f"{tokens:g}"
 
 
 def _canvas(width: float = 6.2, height: float = 3.1) -> tuple[Figure, Axes]:
@@ -53,8 +61,8 @@ def _thin(rows: Rows) -> Rows:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Exponential mean over about a fiftieth of the run, started without bias."""
-    decay = 1.0 - 1.0 / max(1.0, len(values) / 50)
+    """Exponential mean over about a fiftieth of the run but at least five steps, started without bias."""
+    decay = 1.0 - 1.0 / max(5.0, len(values) / 50)
     mean, weight, out = 0.0, 0.0, np.empty(len(values))
     for index, value in enumerate(values):
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
@@ -68,7 +76,7 @@ def _mark_stages(axes: Axes, rows: Rows) -> None:
     changes = [(r["step"], r["context"]) for before, r in zip(rows, rows[1:], strict=False) if r["context"] != before["context"]]
     for step, context in [(rows[0]["step"], first), *changes] if changes else []:
         axes.axvline(step, color="#b9c2cc", linewidth=0.9, linestyle=":")
-        _note(axes, f" {format_count(context)} ctx", (step, 1.0), va="bottom")
+        _note(axes, f" {context_length(context)} ctx", (step, 1.0), va="bottom")
 
 
 def _note(axes: Axes, text: str, place: tuple[float, float], **options: Any) -> None:
@@ -119,9 +127,12 @@ def balance(rows: Rows) -> str:
         for layer, colour in enumerate(colours):
             label = f"expert layer {layer + 1}" if layer in (0, layers.shape[1] - 1) else None
             axes.plot(steps, layers[:, layer], color=colour, linewidth=1.0, label=label)
-        axes.set(xlabel="optimiser step", ylabel="MaxVio", yscale="symlog")
+        axes.set(xlabel="optimiser step", ylabel="MaxVio")
+        axes.set_yscale("symlog", linthresh=0.5)
+        axes.set_yticks([tick for tick in (0, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 20, 50) if tick <= 1.1 * layers.max()])
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.legend(loc="upper right")
         _mark_stages(axes, rows)
         return _svg(figure, "balance")
@@ -153,11 +164,12 @@ def positions(results: Sequence[HeldOut], trained: int) -> str:
         for index, result in enumerate(r for r in results if r.by_position):
             middle = [(low + high) / 2 for low, high, _, _ in result.by_position]
             colour = (ACCENT, WARM, "#4c8c4a", "#7b559c")[index % 4]
-            label = f"documents of {format_count(result.context)} tokens"
+            label = f"documents of {context_length(result.context)} tokens"
             axes.plot(middle, [nats for _, _, nats, _ in result.by_position], marker="o", markersize=4, color=colour, label=label)
         axes.axvline(trained, color="#6b7783", linestyle=":", linewidth=1.2)
         _note(axes, " longest trained", (trained, 0.02), rotation=90, ha="right")
-        axes.set(xlabel="position in the document", ylabel="nats per token", xscale="log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format_count(v)))
+        axes.set(xlabel="position in the document", ylabel="nats per token")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: context_length(v)))
         axes.legend(loc="upper right")
         return _svg(figure, "positions")

@@ -28,6 +28,7 @@ class Metrics:
                                   "restore the file, or start a new run")
         self._file = self.path.open("ab")
         self._file.truncate(offset)
+        self._file.seek(0, os.SEEK_END)  # cutting a file does not move the place that `tell` reports
         self.board_missing = importlib.util.find_spec("tensorboard") is None
         self._board: Any = None
         if not self.board_missing:

@@ -49,7 +49,7 @@ def write(run: Path, model: Transformer, material: Material, results: Sequence[H
     parameters, active = recipe.model.num_parameters(), recipe.model.activated_parameters()
     subtitle = (f"{format_count(parameters)} parameters, {format_count(active)} active per token · {len(rows):,} steps · "
                 f"{format_count(rows[-1]['tokens'])} tokens · {format_seconds(sum(r['seconds'] for r in rows))} of steps · "
-                f"contexts {' → '.join(format_count(s.context) for s in recipe.stages)}")
+                f"contexts {' → '.join(charts.context_length(s.context) for s in recipe.stages)}")
     page = PAGE.format(title=html.escape(f"Run {run.resolve().name}"), subtitle=html.escape(subtitle),
                        tiles="".join(_tile(*pair) for pair in _figures(rows, results)),
                        cards="".join(_cards(run, rows, model, material, results)))
