@@ -89,20 +89,20 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str], presets: Pa
     """
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not all(part.strip() for part in key.split(".")):
+        if not equals or not key.strip():
             raise ConfigError(f"override '{text}': write it as a.b=c")
-        nested: Any = _toml_value(value.strip())
-        for part in reversed([part.strip() for part in key.split(".")]):
-            nested = {part: nested}
+        nested = _parsed(f"{key} = {value}") or _parsed(f"{key} = {_toml(value.strip())}")
+        if nested is None:
+            raise ConfigError(f"override '{text}': '{key}' is not a key; write it as a.b=c")
         table = merge(table, _resolve(nested, Path.cwd(), presets, ()))
     return table
 
 
-def _toml_value(text: str) -> Any:
+def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(line)
     except tomllib.TOMLDecodeError:
-        return text
+        return None
 
 
 def from_dict(cls: type[T], table: Mapping[str, Any], where: str = "") -> T:
