@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature below does; the Python side refuses another number. */
-#define GNOMON_ABI 1
+#define GNOMON_ABI 2
 GNOMON_API int32_t gnomon_abi(void);
 
 /* Which instruction set the kernels run with on this machine: "x86-64-v4", "x86-64-v3" or "portable". */
@@ -64,6 +64,25 @@ GNOMON_API void gnomon_short_conv_forward(const float* u, const float* weight, c
 GNOMON_API void gnomon_short_conv_backward(const float* u, const float* weight, const float* history, const float* d_y,
                                            const int64_t* bounds, int64_t documents, int64_t channels, int64_t taps, float* d_u,
                                            float* d_weight, float* d_history, int32_t threads);
+
+/* SiTU-GLU: out = beta1 tanh(gate/beta1) sigmoid(gate) beta2 tanh(up/beta2), all [rows, width]; a beta of 0 leaves its branch uncapped. */
+GNOMON_API void gnomon_situ_forward(const float* gate, const float* up, int64_t rows, int64_t width, float beta1, float beta2, float* out,
+                        int32_t threads);
+
+/* Gradients of weight[row] * out (weight [rows], or NULL for ones) from `grad` of that product: d_gate, d_up [rows, width];
+ * weighted [rows, width] receives weight * out and d_weight [rows] the inner product of grad and out (each may be NULL). */
+GNOMON_API void gnomon_situ_backward(const float* grad, const float* gate, const float* up, const float* weight, int64_t rows, int64_t width,
+                         float beta1, float beta2, float* d_gate, float* d_up, float* weighted, float* d_weight, int32_t threads);
+
+/* The depth read: out = sum_j p_j v_j with p = softmax_j(score_j), score_j = r_j <query, v_j>, r_j = 1 / sqrt(mean v_j^2 + eps).
+ * sources: `count` arrays [tokens, width]; query [width]; inverse_rms (r) and scores [count, tokens] are written for the backward pass. */
+GNOMON_API void gnomon_depth_forward(const float* const* sources, const float* query, int64_t count, int64_t tokens, int64_t width, float eps,
+                         float* inverse_rms, float* scores, float* out, int32_t threads);
+
+/* Gradients from that of out, grad [tokens, width]: d_sources, `count` arrays [tokens, width] (NULL where not wanted); d_query [width]. */
+GNOMON_API void gnomon_depth_backward(const float* const* sources, const float* query, const float* inverse_rms, const float* scores,
+                          const float* grad, int64_t count, int64_t tokens, int64_t width, float* const* d_sources, float* d_query,
+                          int32_t threads);
 
 #ifdef __cplusplus
 }

@@ -56,13 +56,13 @@ INLINE float sum(vec<W> x) {
     }
 }
 
-/* exp(x) to about one unit in the last place; zero below the normal range of fp32. */
+/* exp(x) to about one unit in the last place; zero below the normal range of fp32, and what is not a number stays so. */
 template <int W>
 INLINE vec<W> exponential(vec<W> x) {
     typedef typename Lanes<W>::ints ints;
     const vec<W> zero = {};
     x = x > 88.0f ? zero + 88.0f : x;
-    const ints tiny = !(x >= -87.0f);
+    const ints tiny = x < zero - 87.0f;
     const vec<W> y = tiny ? zero : x;
     const vec<W> scaled = y * 1.44269504088896341f;
     const ints n = __builtin_convertvector(scaled + (y < zero ? zero - 0.5f : zero + 0.5f), ints);

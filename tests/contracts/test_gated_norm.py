@@ -52,3 +52,15 @@ def test_cpp_equals_the_reference_with_gradients(width: int, rows: int, gated: b
         results.append([out, *torch.autograd.grad((out * torch.linspace(-1, 2, out.numel()).view_as(out)).sum(), inputs)])
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_threads_share_the_sum_of_the_weight_s_gradient() -> None:
+    x, weight = torch.randn(50, 12), torch.randn(12)
+    grads = []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)  # the next test goes back to one
+        inputs = [t.clone().requires_grad_() for t in (x, weight)]
+        grads.append(torch.autograd.grad(cpu.rms_norm(*inputs, 1e-5).square().sum(), inputs))
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0], atol=1e-5, rtol=1e-5)

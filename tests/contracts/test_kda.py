@@ -189,6 +189,26 @@ def test_step_in_cpp_is_the_step(poisoned: None) -> None:
         assert torch.equal(state, kept)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("which", range(5))
+def test_what_is_not_a_number_is_not_hidden(form: Callable[..., Any], which: int) -> None:
+    inputs = [x.clone() for x in draw(1, 40, 1, 16, 16)]
+    inputs[which][0, 20] = math.nan
+    o, last = form(*inputs)
+    assert o[0, 20].isnan().any()
+    assert which == 0 or last.isnan().any()
+
+
+@NEEDS_LIBRARY
+def test_threads_do_not_change_a_bit() -> None:
+    inputs = [*draw(1, 200, 3, 16, 70), torch.randn(7, 3, 16, 70)]
+    alone = with_gradients(cpu.chunk, inputs, torch.tensor(BORDERS))
+    torch.set_num_threads(2)  # the next test goes back to one
+    together = with_gradients(cpu.chunk, inputs, torch.tensor(BORDERS))
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a, b)
+
+
 @NEEDS_LIBRARY
 def test_any_strides_are_taken() -> None:
     inputs = draw(2, 20, 3, 8, 8)
