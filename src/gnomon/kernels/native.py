@@ -15,7 +15,7 @@ from torch import Tensor
 import gnomon
 from gnomon.errors import KernelError
 
-ABI = 1  # GNOMON_ABI in csrc/gnomon.h
+ABI = 2  # GNOMON_ABI in csrc/gnomon.h
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES = {
@@ -28,6 +28,10 @@ _SIGNATURES = {
     "gnomon_rms_backward": [*[_P] * 4, _I64, _I64, _F32, *[_P] * 3, _I32],
     "gnomon_short_conv_forward": [*[_P] * 4, *[_I64] * 3, _P, _I32],
     "gnomon_short_conv_backward": [*[_P] * 5, *[_I64] * 3, *[_P] * 3, _I32],
+    "gnomon_situ_forward": [_P, _P, _I64, _I64, _F32, _F32, _P, _I32],
+    "gnomon_situ_backward": [*[_P] * 4, _I64, _I64, _F32, _F32, *[_P] * 4, _I32],
+    "gnomon_depth_forward": [_P, _P, *[_I64] * 3, _F32, *[_P] * 3, _I32],
+    "gnomon_depth_backward": [*[_P] * 5, *[_I64] * 3, _P, _P, _I32],
 }
 
 

@@ -6,7 +6,7 @@ Read next: `gnomon/model/residuals.py`, which decides what the sources are.
 
 from gnomon.kernels.operator import Operator
 
-depth_read = Operator("depth", "depth_read", any=("fused",))
+depth_read = Operator("depth", "depth_read", cpu=("cpu",), any=("fused",))
 depth_weights = Operator("depth", "depth_weights")
 bank_partials = Operator("depth", "bank_partials")
 merge = Operator("depth", "merge")

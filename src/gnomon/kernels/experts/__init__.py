@@ -6,4 +6,4 @@ Read next: `gnomon/model/experts.py` and `gnomon/model/router.py`.
 
 from gnomon.kernels.operator import Operator
 
-experts = Operator("experts", "experts", any=("fused",))
+experts = Operator("experts", "experts", cpu=("cpu",), any=("fused",))

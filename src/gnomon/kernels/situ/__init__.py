@@ -6,4 +6,4 @@ Read next: `gnomon/kernels/experts`, which applies it between two grouped produc
 
 from gnomon.kernels.operator import Operator
 
-situ_glu = Operator("situ", "situ_glu", any=("fused",))
+situ_glu = Operator("situ", "situ_glu", cpu=("cpu",), any=("fused",))
