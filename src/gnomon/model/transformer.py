@@ -114,7 +114,8 @@ class Transformer(nn.Module):
         self.model = TextModel(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.untouched: dict[str, Tensor] = {}
+        self.untouched: dict[str, Tensor] = {}  # tensors of a checkpoint that are kept for writing back
+        self.untouched_config: dict[str, Any] = {}
         if config.attention_residuals != "off":
             # the first read has one source, so these exist in checkpoints and never matter
             self.model.layers[0].freeze_read("self_attention_res")

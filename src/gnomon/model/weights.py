@@ -100,7 +100,7 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
             _materialise(model, group, dtype, bulk, torch.device(device))
             advance(sum(stored.stop - stored.start for _, parts in group for stored in parts))
     model.untouched = {name: stored.read() for name, stored in untouched.items()}
-    vars(model)["untouched_config"] = huggingface.carried(table)
+    model.untouched_config = huggingface.carried(table)
     return model
 
 
@@ -267,7 +267,7 @@ def save_pretrained(
     quantize = quantize and model.config.family == "kimi_k3" and model.config.moe is not None
     bulk = dtype or model.model.embed_tokens.weight.dtype
     table = huggingface.to_released(model.config, str(bulk).removeprefix("torch."), quantize)
-    table |= getattr(model, "untouched_config", {})
+    table |= model.untouched_config
     planned = list(_planned(model, quantize, dtype))
     total = sum(item.nbytes for item in planned)
     with tensorfile.replacing(folder) as fresh, tensorfile.progress_bar(f"writing {folder.name}", total) as advance:
