@@ -72,7 +72,7 @@ class KDAConfig:
     def __post_init__(self) -> None:
         check_positive(self, "num_heads", "head_dim", "short_conv_kernel_size")
         if self.gate_lower_bound is not None and self.gate_lower_bound >= 0:
-            raise ConfigError(f"'gate_lower_bound' is {self.gate_lower_bound}; a log decay is bounded below by a negative number, e.g. -5.0")
+            raise ConfigError(f"'gate_lower_bound' is {self.gate_lower_bound}; a log decay is bounded by a negative number, e.g. -5.0")
 
     @property
     def width(self) -> int:
