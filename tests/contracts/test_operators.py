@@ -91,7 +91,7 @@ def test_the_survey_lists_each_operator_and_ends_each_with_its_reference() -> No
 
 def test_the_meaning_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GNOMON_KERNELS", "reference")
-    rows = [row for row in survey() if row.implementation != "reference"]
+    rows = [row for row in survey() if row.implementation != "reference" and row.device in devices()]
     assert all(row.inference == "GNOMON_KERNELS=reference is set" for row in rows)
     monkeypatch.setenv("GNOMON_KERNELS", "fastest")
     with pytest.raises(ConfigError, match="GNOMON_KERNELS='fastest'"):

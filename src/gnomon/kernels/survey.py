@@ -14,6 +14,8 @@ from rich.table import Table
 from gnomon.kernels import native
 from gnomon.kernels.operator import Operator, all_operators
 
+NO_CUDA = "no CUDA device here"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -45,7 +47,7 @@ def _asking(value: Any) -> Any:
 
 
 def survey() -> Iterator[Choice]:
-    """Every implementation of every operator on every device of this machine, in the order in which they are asked."""
+    """Every implementation of every operator, in the order in which they are asked; those for a device that is absent say so."""
     for device in devices():
         for operator in tuple(all_operators()):
             with torch.no_grad():
@@ -53,8 +55,16 @@ def survey() -> Iterator[Choice]:
             with torch.enable_grad():
                 training = operator.choices(*sample(operator, device, training=True))
             for (name, refusal), (_, training_refusal) in zip(inference, training, strict=True):
-                yield Choice(operator=f"{operator.folder}.{operator.name}", device=device, implementation=name,
-                             inference=refusal, training=training_refusal)
+                yield Choice(operator=_name(operator), device=device, implementation=name, inference=refusal, training=training_refusal)
+    if "cuda" not in devices():
+        for operator in tuple(all_operators()):
+            for name in operator.candidates["cuda"]:
+                if name not in operator.candidates["cpu"]:
+                    yield Choice(operator=_name(operator), device="cuda", implementation=name, inference=NO_CUDA, training=NO_CUDA)
+
+
+def _name(operator: Operator) -> str:
+    return f"{operator.folder}.{operator.name}"
 
 
 def table() -> Table:
