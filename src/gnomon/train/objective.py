@@ -14,7 +14,7 @@ from torch.nn import functional
 from gnomon.data.packing import Batch
 from gnomon.model.transformer import Transformer
 
-LOGIT_ELEMENTS = 1 << 22  # logits alive at a time
+LOGIT_ELEMENTS = 1 << 20  # logits alive at a time
 LEAST_ROWS = 128  # with a large vocabulary, so that the products stay efficient
 
 
