@@ -41,7 +41,7 @@ def test_a_run_learns_and_leaves_everything_behind(recipe, rows):
     assert summary.steps == 30
     assert summary.tokens == 30 * 2048 == metrics[-1]["tokens"]
     assert metrics[0]["loss"] == pytest.approx(6.24, abs=0.3)  # about log 512: nothing known yet
-    assert summary.loss < metrics[0]["loss"] - 1.5
+    assert summary.loss < metrics[0]["loss"] - 0.8  # sixty thousand tokens of diverse rows
     assert summary.loss == metrics[-1]["loss"]
     assert [row["step"] for row in metrics if "held_out_loss" in row] == [10, 20]
     assert {row["context"] for row in metrics} == {128, 256}
