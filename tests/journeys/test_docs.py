@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from gnomon.cli import VERBS
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -78,6 +80,15 @@ def test_links_and_paths_exist(page: Path) -> None:
         if not (list(ROOT.glob(full)) if "*" in full else (ROOT / full).exists()):
             missing.append(path)
     assert not missing
+
+
+def test_commands_that_are_not_run_exist() -> None:
+    """Long commands stand in `sh` blocks: their make targets, verbs and recipes are there."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = "\n".join(block for page in PAGES for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+    assert {target for target in re.findall(r"^make ([a-z]+)", text, re.MULTILINE)} <= targets
+    assert {verb for verb in re.findall(r"(?:^|-m )gnomon ([a-z]+)", text, re.MULTILINE)} <= set(VERBS)
+    assert all((ROOT / recipe).is_file() for recipe in re.findall(r"recipes/[\w-]+\.toml", text))
 
 
 def test_a_wrong_output_is_seen(workplace: Path) -> None:
