@@ -86,8 +86,8 @@ def test_commands_that_are_not_run_exist() -> None:
     """Long commands stand in `sh` blocks: their make targets, verbs and recipes are there."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     text = "\n".join(block for page in PAGES for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
-    assert {target for target in re.findall(r"^make ([a-z]+)", text, re.MULTILINE)} <= targets
-    assert {verb for verb in re.findall(r"(?:^|-m )gnomon ([a-z]+)", text, re.MULTILINE)} <= set(VERBS)
+    assert set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE)) <= targets
+    assert set(re.findall(r"(?:^|-m )gnomon ([a-z]+)", text, re.MULTILINE)) <= set(VERBS)
     assert all((ROOT / recipe).is_file() for recipe in re.findall(r"recipes/[\w-]+\.toml", text))
 
 
