@@ -112,7 +112,8 @@ def main() -> int:
     at_target = curves["histogram"][TARGET_STEPS] / floor
     met = at_target <= TARGET and ratio <= TARGET
     print(f"\nconverged exact quantiles: median {floor:.3f}; histogram after {TARGET_STEPS} steps: "
-          f"{curves['histogram'][TARGET_STEPS]:.3f} ({at_target:.2f}x), median from there on {ratio:.2f}x, worst {max(settled) / floor:.2f}x; target {TARGET}x: {'met' if met else 'MISSED'}")
+          f"{curves['histogram'][TARGET_STEPS]:.3f} ({at_target:.2f}x), median from there on {ratio:.2f}x, "
+          f"worst {max(settled) / floor:.2f}x; target {TARGET}x: {'met' if met else 'MISSED'}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     machine = {"machine": platform.machine(), "system": platform.system(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     result = {"question": __doc__.splitlines()[0], "curves": curves, "seconds_per_update": seconds, "floor": floor,

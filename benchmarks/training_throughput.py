@@ -83,8 +83,10 @@ def main() -> None:
     ratios = [b / a for a, b in zip(seconds["gnomon"][1:], seconds["transformers"][1:], strict=True)]
     tokens_per_step = arguments.rows * arguments.context
     for name in sides:
-        print(f"{name:13} {tokens_per_step / median(seconds[name][1:]):8.0f} tokens/s   loss {losses[name][0]:.5f} to {losses[name][-1]:.5f}")
-    print(f"gnomon is {median(ratios):.2f} times as fast (min {min(ratios):.2f}, max {max(ratios):.2f}); largest loss difference {difference:.1e}")
+        rate = tokens_per_step / median(seconds[name][1:])
+        print(f"{name:13} {rate:8.0f} tokens/s   loss {losses[name][0]:.5f} to {losses[name][-1]:.5f}")
+    print(f"gnomon is {median(ratios):.2f} times as fast (min {min(ratios):.2f}, max {max(ratios):.2f}); "
+          f"largest loss difference {difference:.1e}")
     if difference > MAX_LOSS_DIFFERENCE:
         raise SystemExit(f"the losses differ by more than {MAX_LOSS_DIFFERENCE}: these are not the same model")
     save("training_throughput", {"seconds": seconds, "losses": losses, "ratio": median(ratios), "parameters": config.num_parameters()})
