@@ -48,18 +48,20 @@ clean:
 
 # --- installation -------------------------------------------------------------------------------------------------
 
+# An environment that is there already and is recent enough is kept.
 $(VENV)/python:
-	@found=""; \
-	for name in $(PYTHON) python3.11 python3 python3.12 python3.13 python; do \
+	@if $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then touch $@; exit 0; fi; \
+	found=""; \
+	for name in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python); do \
 	    if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$name; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
 	    echo "gnomon: error: no Python 3.11 or newer found; install one, or name it: make tour PYTHON=/path/to/python3.11" >&2; exit 2; \
 	fi; \
-	$$found -m venv --clear $(VENV) || { \
+	$$found -m venv $(VENV) || { \
 	    echo "gnomon: error: $$found cannot make a virtual environment (on Debian: apt-get install python3-venv)" >&2; exit 2; }; \
-	echo "gnomon: $(VENV) made with $$($(PY) --version)"
-	@touch $@
+	echo "gnomon: $(VENV) made with $$($(PY) --version)"; \
+	touch $@
 
 $(VENV)/core: $(VENV)/python $(SOURCES)
 	@echo "gnomon: installing the package and what it needs (PyTorch is the large one) ..."
