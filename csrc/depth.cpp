@@ -1,4 +1,4 @@
-/* The depth read (report section 2.1.3) for CPUs: each token's sources pass once from memory through the first-level cache. What each
+/* The depth read (report section 2.2) for CPUs: each token's sources pass once from memory through the first-level cache. What each
  * function computes stands in gnomon.h; the formulas of the backward pass stand in src/gnomon/kernels/depth/fused.py.
  */
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""Attention over depth (AttnRes): a learned softmax lookup over earlier sources instead of one residual sum (report §2.1.3, eq. 8-10).
+"""Attention over depth (AttnRes): a learned softmax lookup over earlier sources instead of one residual sum (report §2.2, eq. 8-10).
 
 `reference.py` is the meaning; `fused.py` is the handwritten backward that keeps two numbers per token and source.
 Read next: `gnomon/model/residuals.py`, which decides what the sources are.

@@ -1,6 +1,6 @@
 """The depth read: every sub-layer looks up the embedding, the finished blocks and the running sum with its own query.
 
-Report §2.1.3 (Attention Residuals, block form). The query is a parameter and not a function of the input, so all queries of a
+Report §2.2 (Attention Residuals, block form). The query is a parameter and not a function of the input, so all queries of a
 block may read the finished blocks in one pass (`bank_partials`) and add the one live source later (`merge`).
 Read next: `gnomon/model/residuals.py` for the schedule of sources.
 """

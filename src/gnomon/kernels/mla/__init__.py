@@ -1,4 +1,4 @@
-"""Latent attention without positions (gated MLA, report §2.1.2): causal softmax attention and its decode on the compressed cache.
+"""Latent attention without positions (gated MLA, report §2.1): causal softmax attention and its decode on the compressed cache.
 
 `reference.py` is the meaning, with explicit scores; `sdpa.py` runs documents of similar length together in PyTorch's flash kernel.
 Read next: `gnomon/model/mixers/mla.py`, which makes queries, keys and the latent.

@@ -1,6 +1,6 @@
 """Causal softmax attention of MLA with explicit scores, its largest logits, and decoding on the compressed latent.
 
-Report §2.1.2. No position enters anywhere: order comes only from the causal mask (and from the KDA layers around it).
+Report §2.1. No position enters anywhere: order comes only from the causal mask (and from the KDA layers around it).
 Read next: `gnomon/model/mixers/mla.py`.
 """
 
