@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     export = verbs.add_parser("export", help="write a run as a checkpoint in the released Hugging Face layout")
     export.add_argument("run", type=Path, help="run folder")
     export.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    export.add_argument("--plain", action="store_true", help="keep routed experts as trained instead of rounding them to MXFP4")
+    export.add_argument("--plain", action="store_true", help="keep every weight as trained instead of rounding to bf16 and MXFP4")
 
     show = verbs.add_parser("show", help="a recipe resolved, with a line about each field; or what a model costs")
     show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
@@ -135,11 +135,14 @@ def _sample(parsed: argparse.Namespace) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> None:
+    import torch
+
     from gnomon.model.weights import save_pretrained
     from gnomon.train.checkpoint import load_run
 
     model, tokenizer, _ = load_run(parsed.run)
-    save_pretrained(model, parsed.out, quantize=not parsed.plain, tokenizer=tokenizer)
+    dtype = None if parsed.plain else torch.bfloat16
+    save_pretrained(model, parsed.out, quantize=not parsed.plain, dtype=dtype, tokenizer=tokenizer)
     rounded = not parsed.plain and model.config.family == "kimi_k3" and model.config.moe is not None
     print(f"wrote {parsed.out}" + (": routed experts rounded to MXFP4 (--plain keeps them as trained)" if rounded else ""))
 
