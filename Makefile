@@ -76,7 +76,7 @@ $(VENV)/test: $(VENV)/python $(SOURCES)
 	@$(PIP) -e '.[test,lint,parity]' || { \
 	    echo "gnomon: notice: a peer package is not available here; its parity tests will be skipped"; \
 	    $(PIP) -e '.[test,lint]'; }
-	@# Only two files of this peer are read, by path; its own dependencies need a GPU.
-	@$(PIP) --no-deps fla-core==0.6.0 || echo "gnomon: notice: fla-core is not available here; its parity tests will be skipped"
+	@# Of this peer one file is read, by path. It stands apart: beside Triton and without a GPU it would break transformers.
+	@$(PIP) --no-deps --upgrade --target $(VENV)/peers fla-core==0.6.0 || echo "gnomon: notice: fla-core is not available here; its parity tests will be skipped"
 	@$(NATIVE_NOTICE)
 	@touch $(VENV)/core $@
