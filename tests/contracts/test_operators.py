@@ -3,6 +3,7 @@
 A new operator, or a new implementation of one, is found and compared on the day its file appears.
 """
 
+import importlib.util
 import inspect
 from typing import Any
 
@@ -49,6 +50,12 @@ def test_reference_runs_on_its_sample_and_is_finite(operator: Operator) -> None:
     assert results
     for result in results:
         assert torch.isfinite(result.float()).all()
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=repr)
+def test_no_module_hides_the_operator(operator: Operator) -> None:
+    """Importing `kernels/kda/chunk.py` would put the module where `kda.chunk` is."""
+    assert importlib.util.find_spec(f"gnomon.kernels.{operator.folder}.{operator.name}") is None
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=repr)
