@@ -17,6 +17,7 @@ from gnomon.extend import suggestion
 if TYPE_CHECKING:
     from gnomon.model.config import ModelConfig
 
+SPIN_COUNT = "3000"  # OpenMP's own 300000 makes a step fifty times as long while another program wants a core (docs/log.md)
 EPILOG = "Recipes are TOML files in recipes/; any field can be set as a.b=c. `gnomon VERB --help` describes a verb."
 
 
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     try:
         known = parser()
         _check_verb(arguments)
@@ -141,8 +143,7 @@ def _export(parsed: argparse.Namespace) -> None:
     from gnomon.train.checkpoint import load_run
 
     model, tokenizer, _ = load_run(parsed.run)
-    dtype = None if parsed.plain else torch.bfloat16
-    save_pretrained(model, parsed.out, quantize=not parsed.plain, dtype=dtype, tokenizer=tokenizer)
+    save_pretrained(model, parsed.out, quantize=not parsed.plain, dtype=None if parsed.plain else torch.bfloat16, tokenizer=tokenizer)
     rounded = not parsed.plain and model.config.family == "kimi_k3" and model.config.moe is not None
     print(f"wrote {parsed.out}" + (": routed experts rounded to MXFP4 (--plain keeps them as trained)" if rounded else ""))
 

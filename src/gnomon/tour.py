@@ -28,7 +28,7 @@ from gnomon.model.generate import Sampling, generate
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
 from gnomon.train.checkpoint import load_run
-from gnomon.train.evaluate import HeldOut, held_out
+from gnomon.train.evaluate import HeldOut, held_out, loss_by_position
 from gnomon.train.loop import RunSummary, train
 from gnomon.train.recipe import SourceConfig, TrainRecipe
 from gnomon.train.recipe import load as load_recipe
@@ -36,6 +36,8 @@ from gnomon.units import format_bytes, format_count, format_flops, format_second
 
 PROMPT = '    def __init__(self, name):\n        """'
 RELEASED = "k3-2.8t"
+WINDOW = 128
+"""Tokens that a piece of text may see in the comparison that shows what context is worth."""
 
 
 def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     summary = _train(console, recipe, figures)
     model, tokenizer, recipe = load_run(recipe.run)
     shards = _held_out_shards(recipe.run)
-    _positions(console, summary, recipe, figures)
+    _positions(console, summary, (model, shards), recipe, figures)
     _compression(console, summary.held_out[0], shards, tokenizer, figures)
     _sample(console, model, tokenizer, figures)
     _export(console, model, tokenizer, Path(out), figures, shards)
@@ -119,25 +121,30 @@ def _train(console: Console, recipe: TrainRecipe, figures: dict[str, Any]) -> Ru
     return summary
 
 
-def _positions(console: Console, summary: RunSummary, recipe: TrainRecipe, figures: dict[str, Any]) -> None:
+def _positions(
+    console: Console, summary: RunSummary, trained: tuple[Transformer, Sequence[Shards]], recipe: TrainRecipe, figures: dict[str, Any]
+) -> None:
     longest = max(stage.context for stage in recipe.stages)
     _step(console, "2  Longer than it was trained", (
         f"Held-out documents, loss by position. Training never went beyond {longest:,} tokens. A model with encoded positions would have "
-        "to be recalibrated there; this one has none, so the curve just goes on."))
+        f"to be recalibrated there; this one has none, so the curve just goes on. What the context is worth: the same tokens once more, in "
+        f"pieces of {WINDOW} tokens that do not see each other."))
     results = [result for result in summary.held_out if result.by_position]
     figures["held_out"] = [result.row() for result in summary.held_out]
     if not results:
         console.print("No held-out document is long enough for this text; give more or longer files with --data.")
         return
     widest = max(results, key=lambda result: result.context)
+    pieces = loss_by_position(*trained, widest.context, recipe.evaluate.tokens, window=WINDOW)
+    figures["held_out_in_pieces"] = {"window": WINDOW, "context": widest.context, "by_position": pieces}
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("position in the document", justify="right")
-    table.add_column("nats per token", justify="right")
+    for name in ("position in the document", "nats per token", "in pieces", "worth"):
+        table.add_column(name, justify="right")
     table.add_column("")
-    scale = 36 / max(loss for _, _, loss, _ in widest.by_position)
-    for low, high, loss, _ in widest.by_position:
+    for (low, high, loss, _), (_, _, cut, _) in zip(widest.by_position, pieces, strict=True):
         beyond = "  beyond the trained length" if low >= longest else ""
-        table.add_row(f"{low:,} to {high - 1:,}", f"{loss:.3f}", Text("█" * round(loss * scale), "cyan") + Text(beyond, "dim"))
+        bar = Text("█" * round(max(0.0, cut - loss) * 40), "cyan") + Text(beyond, "dim")
+        table.add_row(f"{low:,} to {high - 1:,}", f"{loss:.3f}", f"{cut:.3f}", f"{cut - loss:+.3f}", bar)
     console.print(table)
 
 

@@ -71,8 +71,9 @@ class Router(nn.Module):
         ids, cutoff = self.choose(scores)
         if self.observing and not _recomputing.get():
             self._observe(scores.detach(), ids, cutoff, mask)
-        if self.auxiliary and not _recomputing.get():
-            self.auxiliary_loss = balance.auxiliary_loss(scores, ids, mask)
+        if self.auxiliary:  # computed again when recomputing, which must repeat every operation, but kept once
+            loss = balance.auxiliary_loss(scores, ids, mask)
+            self.auxiliary_loss = self.auxiliary_loss if _recomputing.get() else loss
         return ids, self.weigh(scores, ids)
 
     def scores(self, x: Float[Tensor, "N D"]) -> Float[Tensor, "N E"]:

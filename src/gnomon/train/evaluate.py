@@ -70,7 +70,7 @@ def held_out(model: Transformer, shards: Sequence[Shards], tokenizer: Tokenizer,
         for part in shards:
             n, b, c = _sums(model, part, lengths, context, tokens, tokenizer.pad_id)
             nats, size, count = nats + n, size + b, count + c
-        by_position = _by_position(model, shards, context, tokens)
+        by_position = loss_by_position(model, shards, context, tokens)
     loss = nats / max(1, count)
     return HeldOut(context=context, loss=loss, bits_per_byte=nats / math.log(2) / max(1, size), tokens=count, by_position=by_position)
 
@@ -97,7 +97,15 @@ def _sums(model: Transformer, shards: Shards, lengths: Tensor, context: int, tok
     return nats, size, count
 
 
-def _by_position(model: Transformer, shards: Sequence[Shards], context: int, tokens: int) -> tuple[tuple[int, int, float, int], ...]:
+@torch.no_grad()
+def loss_by_position(
+    model: Transformer, shards: Sequence[Shards], context: int, tokens: int, window: int | None = None
+) -> tuple[tuple[int, int, float, int], ...]:
+    """Rows (first position, past the last, loss, tokens) over documents longer than `context`, about `tokens` tokens of them.
+
+    With `window` the same documents are cut into pieces of that many tokens that do not see each other: what is lost against the
+    uncut ones is what the context beyond the window is worth. Routers must be `frozen` if they observe.
+    """
     long = [(part, int(i)) for part in shards for i in np.flatnonzero(part.lengths > context)]
     chosen = long[: max(1, tokens // context)]
     device = next(model.parameters()).device
@@ -105,11 +113,18 @@ def _by_position(model: Transformer, shards: Sequence[Shards], context: int, tok
     for start in range(0, len(chosen), rows):
         documents = [part[i][: context + 1].astype(np.int64) for part, i in chosen[start : start + rows]]
         ids = torch.from_numpy(np.stack(documents)).to(device)  # [B, T + 1]
-        hidden = model.hidden(ids[:, :-1]).flatten(0, 1)
+        hidden = model.hidden(ids[:, :-1], cu_seqlens=_cuts(len(documents), context, window, device)).flatten(0, 1)
         total += token_losses(model, hidden, ids[:, 1:].flatten()).view(len(documents), context).double().sum(0).cpu()
     if not chosen:
         return ()
     return tuple((low, high, total[low:high].mean().item() / len(chosen), (high - low) * len(chosen)) for low, high in buckets(context))
+
+
+def _cuts(documents: int, context: int, window: int | None, device: torch.device) -> Tensor | None:
+    if window is None:
+        return None
+    starts = [row * context + place for row in range(documents) for place in range(0, context, window)]
+    return torch.tensor([*starts, documents * context], dtype=torch.int32, device=device)
 
 
 def buckets(context: int) -> list[tuple[int, int]]:
