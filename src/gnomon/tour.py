@@ -7,6 +7,7 @@ Read next: `recipes/tour.toml` for the run, then whichever step you want to see 
 
 import json
 import lzma
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from gnomon.units import format_bytes, format_count, format_flops, format_second
 
 PROMPT = '    def __init__(self, name):\n        """'
 RELEASED = "k3-2.8t"
+WIDTH = 100  # columns at most
 WINDOW = 128
 """Tokens that a piece of text may see in the comparison that shows what context is worth."""
 
@@ -46,7 +48,7 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     `data` replaces the machine's own text. Raises what its steps raise: `DataError` for unusable text, `ConfigError` for bad overrides.
     """
     began = time.monotonic()
-    console = Console(record=True, highlight=False, width=110)
+    console = Console(record=True, highlight=False, width=min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
     recipe = _recipe(data, Path(out), overrides)
     figures: dict[str, Any] = {}
     _welcome(console, recipe)
@@ -99,7 +101,7 @@ def _welcome(console: Console, recipe: TrainRecipe) -> None:
 
 
 def _train(console: Console, recipe: TrainRecipe, figures: dict[str, Any]) -> RunSummary:
-    contexts = " → ".join(format_count(stage.context) for stage in recipe.stages)
+    contexts = " → ".join(f"{stage.context:,}" for stage in recipe.stages)
     source = ", ".join(recipe.data.sources[0].paths) or "the Python library and the documentation on this machine"
     _step(console, "1  Tokenizer and pre-training", (
         f"Text: {source}. A byte-level BPE is trained on it, then the model, at contexts {contexts}: the optimiser is Per-Head Muon, and "
@@ -143,7 +145,7 @@ def _positions(
     table.add_column("")
     for (low, high, loss, _), (_, _, cut, _) in zip(widest.by_position, pieces, strict=True):
         beyond = "  beyond the trained length" if low >= longest else ""
-        bar = Text("█" * round(max(0.0, cut - loss) * 40), "cyan") + Text(beyond, "dim")
+        bar = Text.assemble(("█" * round(max(0.0, cut - loss) * 40), "cyan"), (beyond, "dim"))
         table.add_row(f"{low:,} to {high - 1:,}", f"{loss:.3f}", f"{cut:.3f}", f"{cut - loss:+.3f}", bar)
     console.print(table)
 
@@ -163,7 +165,7 @@ def _sample(console: Console, model: Transformer, tokenizer: Tokenizer, figures:
     tokens = list(generate(model, tokenizer.encode(PROMPT), sampling, frozenset(tokenizer.stop_ids)))
     figures["sample"] = tokenizer.decode(tokens)
     _step(console, "4  What it writes", "One token at a time over states of fixed size and a small cache. Prompt dim, continuation bright:")
-    console.print(Text(PROMPT, "dim") + Text(figures["sample"], "bold"))
+    console.print(Text.assemble((PROMPT, "dim"), (figures["sample"], "bold")))
 
 
 def _export(

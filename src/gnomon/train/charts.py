@@ -171,5 +171,5 @@ def positions(results: Sequence[HeldOut], trained: int) -> str:
         axes.set(xlabel="position in the document", ylabel="nats per token")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: context_length(v)))
-        axes.legend(loc="upper right")
+        axes.legend(loc="best")
         return _svg(figure, "positions")

@@ -50,7 +50,7 @@ def write(run: Path, model: Transformer, material: Material, results: Sequence[H
     subtitle = (f"{format_count(parameters)} parameters, {format_count(active)} active per token · {len(rows):,} steps · "
                 f"{format_count(rows[-1]['tokens'])} tokens · {format_seconds(sum(r['seconds'] for r in rows))} of steps · "
                 f"contexts {' → '.join(charts.context_length(s.context) for s in recipe.stages)}")
-    page = PAGE.format(title=html.escape(f"Run {run.resolve().name}"), subtitle=html.escape(subtitle),
+    page = PAGE.format(title=html.escape("Run " + "/".join(run.resolve().parts[-2:])), subtitle=html.escape(subtitle),
                        tiles="".join(_tile(*pair) for pair in _figures(rows, results)),
                        cards="".join(_cards(run, rows, model, material, results)))
     path, partial = run / "report.html", run / "report.html.partial"
@@ -75,7 +75,7 @@ def _cards(run: Path, rows: charts.Rows, model: Transformer, material: Material,
     recipe = material.recipe
     cards = [_card("Loss", "Cross-entropy of the next token. Dotted lines: the context length changes.", charts.loss(rows), wide=True)]
     if any(result.by_position for result in results):
-        text = "Held-out documents that fill the whole context. A falling curve means that more context helps."
+        text = "Held-out documents that fill the whole context. Flat beyond the trained length: no recalibration is needed."
         cards.append(_card("Loss by position", text, charts.positions(results, max(s.context for s in recipe.stages))))
     if any(r["max_violation_by_layer"] for r in rows):
         text = f"How far the busiest expert is above the mean load, per layer; 0 is perfect. Method: {recipe.balance.method}."
