@@ -1,0 +1,54 @@
+"""The tour, shortened: every step runs on the user's own text, says what it found, and leaves its files."""
+
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from gnomon import tour
+from gnomon.errors import ConfigError
+
+SHORT = ("stages=[{context=64, steps=6}, {context=128, steps=2}]", "batch_tokens=512", "model.vocab_size=512", "model.hidden_size=64",
+         "evaluate.contexts=[128, 512]", "evaluate.tokens=4096", "data.held_out=0.1", "checkpoint.every_steps=4")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Some modules of the standard library."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("argparse", "ast", "calendar", "configparser", "csv", "difflib", "doctest", "enum", "inspect", "pickle", "typing"):
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", folder)
+    return folder
+
+
+def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    figures = tour.run(data=[texts], out=out, overrides=SHORT)
+    shown = capsys.readouterr().out
+    for title in ("Tokenizer and pre-training", "Longer than it was trained", "Prediction is compression", "What it writes",
+                  "Out into the world", "a million times larger"):
+        assert title in shown
+
+    assert figures["loss_last"] < figures["loss_first"]
+    assert figures["export_difference"] == 0.0
+    assert 0 < figures["xz_bits_per_byte"] < 8
+    assert 0 < figures["bits_per_byte"] < 8
+    pieces = figures["held_out_in_pieces"]
+    whole = {row[0]: row[2] for row in figures["held_out"][1]["by_position"]}
+    assert [row[2] for row in pieces["by_position"][:3]] == pytest.approx([whole[0], whole[32], whole[64]], abs=1e-4)
+    assert json.loads((out / "tour.json").read_text())["bits_per_byte"] == figures["bits_per_byte"]
+    assert "Kimi K3" in (out / "tour.html").read_text()
+    assert (out / "run" / "report.html").stat().st_size > 10_000
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (out / "export").iterdir()}
+
+    again = tour.run(data=[texts], out=out, overrides=SHORT)
+    assert again["loss_last"] == figures["loss_last"]
+    assert again["bits_per_byte"] == figures["bits_per_byte"]
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"recipe 'nowhere\.toml' is not installed"):
+        tour.recipe_file("nowhere.toml")
