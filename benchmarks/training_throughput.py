@@ -18,9 +18,11 @@ from machine import save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gnomon.model.config import ModelConfig, preset
+from gnomon.model.config import ModelConfig
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import save_pretrained
+from gnomon.tour import recipe_file
+from gnomon.train.recipe import load
 
 TWIN = (
     "family=kimi_linear", "hidden_act=silu", "attention_residuals=off",
@@ -67,7 +69,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
 
-    config = preset("tiny", TWIN)
+    config = load(recipe_file("tour.toml"), tuple(f"model.{change}" for change in TWIN)).model
     ours, theirs = pair(config)
     sides = {"gnomon": stepper(ours, ours), "transformers": stepper(theirs, lambda tokens: theirs(tokens, use_cache=False).logits)}
     random = torch.Generator().manual_seed(0)
