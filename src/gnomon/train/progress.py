@@ -29,7 +29,7 @@ class Display:
     def say(self, line: str) -> None:
         """Print one line above the bar."""
         if self._show:
-            self._progress.console.print(line, highlight=False)
+            self._progress.console.print(line, highlight=False, markup=False)
 
     def start(self, done: int) -> None:
         """Show the bar, `done` steps along."""
