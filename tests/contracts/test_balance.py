@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from gnomon.model import balance
+from gnomon.model.parts import MoEConfig
+from gnomon.model.router import Router
 
 
 def routed(scores, bias, k):
@@ -126,6 +128,19 @@ def test_averaging_the_quantiles_of_two_halves_is_a_different_estimator():
     whole = balance.quantile_bias(counted(scores, bias, k), bias, k)
     halves = [balance.quantile_bias(counted(part, bias, k), bias, k) for part in scores.chunk(2)]
     assert (whole - (halves[0] + halves[1]) / 2).abs().max() > 0.01
+
+
+def test_groups_that_leave_no_other_expert_are_counted_at_the_smallest_chosen():
+    """A cutoff of minus infinity would put every token of every expert into the first bin, and the bias would never move."""
+    router = Router(MoEConfig(num_experts=8, num_experts_per_token=2, moe_intermediate_size=4, num_expert_group=4, topk_group=1), 6)
+    torch.nn.init.normal_(router.weight)
+    scores = router.scores(torch.randn(500, 6))
+    ids, cutoff = router.choose(scores)
+    assert (ids[:, 0] // 2 == ids[:, 1] // 2).all()
+    assert torch.equal(cutoff, scores.gather(1, ids).amin(1))
+    router.start_observing()
+    router(torch.randn(500, 6))
+    assert balance.quantile_bias(router.histogram, router.e_score_correction_bias, 2).abs().max() > 1e-3
 
 
 def test_the_sign_rule_moves_against_the_load():

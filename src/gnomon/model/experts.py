@@ -41,7 +41,9 @@ class RoutedExperts(nn.Module):
         return self.w1, self.w3, self.w2
 
     def forward(self, z: Float[Tensor, "N L"], ids: Tensor, weights: Tensor) -> Float[Tensor, "N L"]:
-        """Weighted sum of the chosen experts' outputs for each token."""
+        """Weighted sum of the chosen experts' outputs for each token; autocast's type applies, as it does to the other products."""
+        if torch.is_autocast_enabled(z.device.type):
+            z = z.to(torch.get_autocast_dtype(z.device.type))
         return self.dispatch(self, z, ids, weights)
 
     def run(self, z: Float[Tensor, "N L"], ids: Tensor, weights: Tensor) -> Float[Tensor, "N L"]:

@@ -84,11 +84,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores: Float[Tensor, "N E"]) -> tuple[Int[Tensor, "N k"], Float[Tensor, "N"]]:
-        """The k largest biased scores, and the (k+1)-th as cutoff (with k = E the smallest chosen)."""
+        """The k largest biased scores, and the (k+1)-th as cutoff (the smallest chosen where there is none)."""
         biased = self._without_weak_groups(scores + self.e_score_correction_bias)
         k = self.config.num_experts_per_token
         values, ids = biased.topk(min(k + 1, self.config.num_experts), dim=-1)
-        return ids[:, :k], values[:, -1]
+        cutoff = torch.where(values[:, -1].isneginf(), values[:, k - 1], values[:, -1])  # no other expert in the kept groups
+        return ids[:, :k], cutoff
 
     def weigh(self, scores: Float[Tensor, "N E"], ids: Int[Tensor, "N k"]) -> Float[Tensor, "N k"]:
         """Raw scores of the chosen, divided by their sum, times the scaling factor."""

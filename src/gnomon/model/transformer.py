@@ -155,7 +155,13 @@ class Transformer(nn.Module):
         token_mask: Bool[Tensor, "B T"] | None = None,
         taps: dict[int, Tensor | None] | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """What the head sees. `taps={1: None, 4: None}` is filled with the depth reads that follow blocks 1 and 4."""
+        """What the head sees. `taps={1: None, 4: None}` is filled with the depth reads that follow blocks 1 and 4.
+
+        The read that follows the last block is the output's. Raises `ConfigError` for a block that the model does not have.
+        """
+        unknown = [block for block in taps or () if not 1 <= block <= self.num_blocks]
+        if unknown:
+            raise ConfigError(f"'taps' names blocks {unknown}, but the model has blocks 1 to {self.num_blocks}")
         x = self.embed(tokens) if embeddings is None else embeddings
         shape = x.shape
         if cu_seqlens is not None:
@@ -174,7 +180,8 @@ class Transformer(nn.Module):
     def run_layers(self, stream: DepthStream, start: int, stop: int, context: Pass) -> DepthStream:
         """Layers `start:stop` over an explicit stream: what a pipeline stage runs."""
         for layer in self.model.layers[start:stop]:
-            if self.activation_checkpointing and torch.is_grad_enabled():
+            # a state moves on in the forward pass, so a layer that has one cannot be run again
+            if self.activation_checkpointing and torch.is_grad_enabled() and context.states is None:
                 stream = checkpoint(layer, stream, context, use_reentrant=False, context_fn=_count_once)
             else:
                 stream = layer(stream, context)
@@ -184,7 +191,15 @@ class Transformer(nn.Module):
         """The output's depth read and the final norm."""
         if context is not None and context.record is not None and len(stream.sources) > 1:
             context.record("output", self.model.read_weights("output_attn_res", stream, self.config.rms_norm_eps))
-        return self.model.norm(self.model.read("output_attn_res", stream, self.config.rms_norm_eps))
+        h = self.model.read("output_attn_res", stream, self.config.rms_norm_eps)
+        if context is not None and self.num_blocks in context.taps:
+            context.taps[self.num_blocks] = h
+        return self.model.norm(h)
+
+    @property
+    def num_blocks(self) -> int:
+        """Depth blocks of `attn_res_block_size` layers; the last one may be shorter."""
+        return -(-self.config.num_hidden_layers // self.config.attn_res_block_size)
 
     def head(self, hidden: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
         """Logits."""

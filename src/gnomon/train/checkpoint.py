@@ -95,7 +95,8 @@ def _sync(path: Path) -> None:
 
 def checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    return sorted(path for path in folder_of(run).glob("step-*") if not path.name.endswith(PARTIAL))
+    found = [path for path in folder_of(run).glob("step-*") if not path.name.endswith(PARTIAL)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # step 1,000,000 comes after step 999,999
 
 
 def latest(run: Path) -> Path | None:
@@ -140,7 +141,7 @@ def read_recipe(run: Path) -> TrainRecipe:
     """The resolved recipe of a run folder, with `run` set to where the folder is now."""
     path = run / "recipe.toml"
     if not path.exists():
-        raise CheckpointError(f"{run} is no run folder: {path.name} is missing")
+        raise CheckpointError(f"{run} is no run folder: {path.name} is missing; give the folder of a run that has trained")
     return toml.load(TrainRecipe, path, (f"run={json.dumps(str(run))}",), PRESETS)
 
 
@@ -151,7 +152,8 @@ def load_run(run: Path | str, device: torch.device | str = "cpu") -> tuple[Trans
     """
     run = Path(run)
     if not run.is_dir():
-        raise ConfigError(f"run folder '{run}' does not exist; train one first, or check the path")
+        state = "is a file" if run.exists() else "does not exist"
+        raise ConfigError(f"run folder '{run}' {state}; train one first, or check the path")
     recipe, path = read_recipe(run), latest(run)
     if path is None:
         raise CheckpointError(f"{run} has no checkpoint yet; let it train until the first one")

@@ -68,7 +68,8 @@ class Mixer(nn.Module):
     def latent_rows(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T C"]:
         """What is cached per token: the normalised latent and the shared key, which is neither normalised nor rotated."""
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
-        return torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
+        latent = self.kv_a_layernorm(latent).to(shared.dtype)  # under autocast the norm's fp32 weight would widen keys, not queries
+        return torch.cat([latent, shared], dim=-1)
 
     def expanded(self, q: Float[Tensor, "B T H Q"], rows: Float[Tensor, "B T C"], cu_seqlens: Tensor | None) -> Float[Tensor, "B T H V"]:
         """Attention with keys and values of each head written out: prefill and training."""
