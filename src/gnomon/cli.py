@@ -9,13 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
-
-if TYPE_CHECKING:
-    from gnomon.model.config import ModelConfig
 
 SPIN_COUNT = "3000"  # OpenMP's own 300000 makes a step fifty times as long while another program wants a core (docs/log.md)
 EPILOG = "Recipes are TOML files in recipes/; any field can be set as a.b=c. `gnomon VERB --help` describes a verb."
@@ -79,10 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gnomon: error: {_one_line(error)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        print("\ngnomon: interrupted; the same command again goes on from the last checkpoint", file=sys.stderr)
+        resumes = "; the same command again goes on from the last checkpoint" if arguments[:1] in (["train"], ["tour"]) else ""
+        print(f"\ngnomon: interrupted{resumes}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `gnomon show … | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a full disk or missing rights, wherever they strike
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"gnomon: error: {place}{error.strerror or error}; free space or check the path and its rights, then start the same "
+              "command again", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -161,7 +164,9 @@ def _show(parsed: argparse.Namespace) -> None:
         print(to_toml(load(path, tuple(parsed.overrides)), docs=True), end="")
         return
     if path.suffix == ".json":
-        config = _released_config(path)
+        from gnomon.model.huggingface import read_config
+
+        config = read_config(path)
     else:
         names = sorted(p.stem for p in PRESETS.glob("*.toml"))
         if what not in names:
@@ -173,17 +178,6 @@ def _show(parsed: argparse.Namespace) -> None:
     from gnomon.model.card import table
 
     Console().print(table(what, config))
-
-
-def _released_config(path: Path) -> "ModelConfig":
-    import json
-
-    from gnomon.model.huggingface import to_model_config
-
-    try:
-        return to_model_config(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"'{path}' cannot be read: {error}") from None
 
 
 def _kernels(parsed: argparse.Namespace) -> None:

@@ -6,7 +6,9 @@ Read next: `weights.py` for the tensors.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from gnomon import config as tables
@@ -64,6 +66,17 @@ _QUANTISATION = {
     "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
                "re:.*vision_tower.*", "re:.*mm_projector.*", "re:.*block_sparse_moe.gate.*", "re:.*routed_expert_.*", "re:.*res_proj.*"],
 }
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The model of a `config.json` on disk. Raises `ConfigError` for a file that cannot be read, else as `to_model_config`."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"'{path}' cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"'{path}' holds a {type(table).__name__}, not an object; give the config.json of a checkpoint")
+    return to_model_config(table)
 
 
 def to_model_config(table: dict[str, Any]) -> ModelConfig:
