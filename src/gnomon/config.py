@@ -122,6 +122,8 @@ def _build(cls: Any, table: Any, where: str, path: tuple[str, ...]) -> Any:
         kind_of = known[key].metadata.get("table")
         here = (*path, key)
         if kind_of is not None:
+            if not isinstance(value, Mapping):
+                raise _error(where, here, f"expected a table of parts by kind, got {value!r}")
             values[key] = {name: _build(kind_of(name), part, where, (*here, name)) for name, part in value.items()}
         else:
             values[key] = _convert(hints[key], value, where, here)

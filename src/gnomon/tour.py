@@ -76,6 +76,10 @@ def recipe_file(name: str) -> Path:
 
 def _recipe(data: Sequence[Path] | None, out: Path, overrides: Sequence[str]) -> TrainRecipe:
     recipe = load_recipe(recipe_file("tour.toml"), tuple(overrides))
+    if any(text.partition("=")[0].strip() == "run" for text in overrides):
+        raise ConfigError(f"'run' is '{recipe.run}', but the tour keeps its run inside the folder that --out names; use --out FOLDER")
+    if not recipe.data.held_out:
+        raise ConfigError("'data.held_out' is 0, but the tour measures on text that it was not trained on; use a share such as 0.04")
     if data:
         recipe = replace(recipe, data=replace(recipe.data, sources=(SourceConfig(paths=tuple(map(str, data))),)))
     return replace(recipe, run=out / "run")

@@ -70,6 +70,7 @@ def test_extends_names_a_preset(tmp_path: Path) -> None:
     ('name = "x"\nstep = 3', r"'step': unknown key; did you mean 'steps'\?"),
     ('name = "x"\n[inner]\nrat = 3', r"'inner\.rat': unknown key; did you mean 'rate'\?"),
     ('name = "x"\n[parts.kda]\nrat = 3', r"'parts\.kda\.rat': unknown key"),
+    ('name = "x"\nparts = 3', r"'parts': expected a table of parts by kind, got 3"),
     ("steps = 3", r"'name': is required"),
     ('name = "x"\nsteps = "many"', r"'steps': expected int, got 'many'"),
     ('name = "x"\nsteps = true', r"'steps': expected int, got True"),

@@ -7,7 +7,7 @@ import pytest
 from gnomon import config as toml
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, preset
-from gnomon.train.recipe import DataConfig, SourceConfig, Stage, TrainRecipe, load
+from gnomon.train.recipe import DataConfig, EvaluateConfig, SourceConfig, Stage, TrainRecipe, load
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -21,6 +21,8 @@ def recipe(**changes):
     ({"stages": ()}, "'stages' is empty"),
     ({"stages": (Stage(context=3, steps=1),), "batch_tokens": 3}, r"'stages\.0\.context' is 3, shorter than the short convolution"),
     ({"batch_tokens": 1000}, r"'batch_tokens' is 1000, no multiple of 'stages\.0\.context' = 512; use 1024"),
+    ({"batch_tokens": 0}, "'batch_tokens' is 0; it must be positive"),
+    ({"batch_tokens": -512}, "'batch_tokens' is -512; it must be positive"),
     ({"micro_batch_tokens": 256}, "'micro_batch_tokens' is 256, less than one row"),
     ({"stages": (Stage(context=512, steps=1, weights=(1.0, 2.0)),)}, r"'stages\.0\.weights' has 2 shares for 1 sources"),
 ])
@@ -34,6 +36,9 @@ def test_parts_that_do_not_fit_are_named_with_a_remedy(changes, message):
     (lambda: Stage(context=512, steps=1, tokens=5), "either 'steps' or 'tokens'"),
     (lambda: Stage(context=512, steps=0), "positive"),
     (lambda: Stage(context=512, steps=1, long_exponent=9.0), "'long_exponent' is 9"),
+    (lambda: EvaluateConfig(contexts=(512, 0)), r"'contexts' is \[512, 0\]; each must be at least 2"),
+    (lambda: EvaluateConfig(tokens=0), "'tokens' is 0"),
+    (lambda: EvaluateConfig(every=-1), "'every' is -1"),
     (lambda: DataConfig(sources=()), "'sources' is empty"),
     (lambda: DataConfig(held_out=0.9), "'held_out' is 0.9"),
     (lambda: SourceConfig(weight=-1.0), "'weight' is -1"),

@@ -430,6 +430,9 @@ def test_a_folder_with_other_files_is_not_replaced(written, tmp_path):
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         save_pretrained(load_pretrained(written["kimi_linear"][0]), tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+    with pytest.raises(CheckpointError, match=r"thesis\.tex: is a file"):
+        save_pretrained(load_pretrained(written["kimi_linear"][0]), tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").read_text() == "x"
 
 
 def test_a_model_without_values_is_not_saved(written, tmp_path):

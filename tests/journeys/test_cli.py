@@ -123,11 +123,17 @@ def test_kernels_lists_operators_with_reasons(capsys: Capture, monkeypatch: pyte
     (["train", "mini.toml", "model.hidden_size=100"], "'hidden_size' is 100, which is not divisible by 32"),
     (["train", "mini.toml", "model.moe.num_experts_per_token=99"], "'num_experts_per_token' is 99, more than the pool of 16 experts"),
     (["train", "mini.toml", "stages=[{context=2,steps=1}]"], "shorter than the short convolution"),
+    (["train", "."], "recipe '.' cannot be read"),
+    (["train", "mini.toml", "run=mini.toml"], "'run' is 'mini.toml', but there is a file in its place"),
+    (["train", "mini.toml", "run=mini.toml/deeper"], "but there is a file in its place"),
     (["sample", "gone"], "run folder 'gone' does not exist"),
+    (["sample", "mini.toml"], "run folder 'mini.toml' is a file"),
+    (["show", "list.json"], "'list.json' holds a list, not an object"),
     (["sample", "run", "--temperature", "-1"], "'temperature' is -1.0"),
     (["show", "tinny"], "did you mean 'tiny'?"),
 ])
 def test_usage_errors_end_with_2(here: Path, capsys: Capture, arguments: list[str], message: str) -> None:
+    Path("list.json").write_text("[]")
     assert cli.main(arguments) == 2
     assert message in error_line(capsys)
 
@@ -160,6 +166,25 @@ def test_resuming_with_another_model_is_refused(here: Path, capsys: Capture) -> 
     assert cli.main(["train", "mini.toml"]) == 0
     assert cli.main(["train", "mini.toml", "model.intermediate_size=256"]) == 2
     assert "model.intermediate_size: 512 → 256" in error_line(capsys)
+
+
+def test_a_run_that_has_nothing_to_give_says_so(here: Path, capsys: Capture) -> None:
+    assert cli.main(["sample", "text"]) == 1
+    assert "text is no run folder: recipe.toml is missing" in error_line(capsys)
+    assert cli.main(["show", "mini.toml"]) == 0
+    Path("text", "recipe.toml").write_text(capsys.readouterr().out)
+    for arguments in (["sample", "text"], ["export", "text", "--out", "released"]):
+        assert cli.main(arguments) == 1
+        assert "text has no checkpoint yet" in error_line(capsys)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is a device of Linux")
+def test_a_disk_that_is_full_ends_with_1(here: Path, capsys: Capture) -> None:
+    assert cli.main(["train", "mini.toml", "run=full"]) == 0
+    Path("full", "recipe.toml.partial").symlink_to("/dev/full")
+    assert cli.main(["train", "mini.toml", "run=full"]) == 1
+    assert "No space left on device; free space" in error_line(capsys)
+    assert cli.main(["sample", "full", "--tokens", "1"]) == 0
 
 
 def test_an_interruption_ends_with_130_and_says_how_to_go_on(here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,13 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
     assert again["bits_per_byte"] == figures["bits_per_byte"]
 
 
+@pytest.mark.parametrize(("override", "message"), [("run=elsewhere", "use --out FOLDER"), ("data.held_out=0", r"'data\.held_out' is 0")])
+def test_overrides_that_the_tour_cannot_follow(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tour.run(out=tmp_path / "out", overrides=(override,))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_recipe_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"recipe 'nowhere\.toml' is not installed"):
         tour.recipe_file("nowhere.toml")

@@ -180,6 +180,8 @@ def write(path: Path, planned: list[Planned], advance: Callable[[int], None]) ->
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """A fresh folder beside `folder` that takes its place when the block ends well, and disappears when it does not."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file; a checkpoint needs a folder, choose another name")
     if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: exists and is not a checkpoint; choose another folder or empty it")
     fresh, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")

@@ -152,7 +152,7 @@ def depth_reads(weights: Sequence[tuple[str, Sequence[float]]]) -> str:
         if len(weights) * widest <= 400:
             for (row, column), value in np.ndenumerate(table):
                 if not np.isnan(value):
-                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color="white" if value > 0.5 else INK)
+                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color="white" if value > 0.4 else INK)
         figure.colorbar(image, ax=axes, shrink=0.8, label="mean probability")
         return _svg(figure, "depth")
 

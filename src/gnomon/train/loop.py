@@ -254,7 +254,10 @@ def _check(recipe: TrainRecipe, mesh: Mesh, resume: bool) -> None:
     if path is not None and existing.exists():
         _check_same(checkpoint.read_recipe(recipe.run), recipe)
     if mesh.is_main:
-        recipe.run.mkdir(parents=True, exist_ok=True)
+        try:
+            recipe.run.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigError(f"'run' is '{recipe.run}', but there is a file in its place; choose another folder with run=FOLDER") from None
     mesh.wait()
 
 

@@ -79,6 +79,12 @@ class EvaluateConfig:
     tokens: int = setting(65_536, "held-out tokens to read, rounded up to whole batches")
     contexts: tuple[int, ...] = setting((), "context lengths to evaluate at the end; empty: the last stage's and twice that")
 
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.tokens < 1:
+            raise ConfigError(f"'every' is {self.every} and 'tokens' is {self.tokens}; use at least 0 and at least 1")
+        if any(context < 2 for context in self.contexts):
+            raise ConfigError(f"'contexts' is {list(self.contexts)}; each must be at least 2")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
@@ -119,6 +125,8 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("'stages' is empty; give at least one, e.g. [[stages]] with context = 512 and steps = 200")
+        if self.batch_tokens < 1:
+            raise ConfigError(f"'batch_tokens' is {self.batch_tokens}; it must be positive, and a multiple of each stage's context")
         for index, stage in enumerate(self.stages):
             self._check_stage(f"stages.{index}.context", stage)
 
