@@ -78,6 +78,19 @@ def test_any_split_gives_what_one_pass_gives(kind: str, shape: Any, split: tuple
 
 
 @each_mixer
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_a_state_of_another_type_serves_and_keeps_its_type(kind: str, shape: Any, autocast: bool, build: Callable[..., nn.Module]) -> None:
+    mixer, x = build(kind, shape), torch.randn(2, 12, HIDDEN)
+    state = mixer.new_state(2, 2, torch.float32 if autocast else torch.bfloat16, torch.device("cpu"))
+    kept = {name: value.dtype for name, value in vars(state).items()}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        parts = torch.cat([mixer(part, state) for part in x.split((7, 1, 1, 3), dim=1)], dim=1)
+        whole = mixer(x)
+    assert (parts - whole).norm() <= 0.02 * whole.norm()
+    assert {name: value.dtype for name, value in vars(state).items()} == kept
+
+
+@each_mixer
 def test_packed_documents_do_not_see_each_other(kind: str, shape: Any, build: Callable[..., nn.Module]) -> None:
     mixer, lengths = build(kind, shape), [5, 1, 1, 33, 2]
     documents = [torch.randn(1, n, HIDDEN) for n in lengths]

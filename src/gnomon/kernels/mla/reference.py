@@ -68,7 +68,7 @@ def absorbed(
 
     score = <W_k^T q_n, latent> + <q_r, shared key>, context = sum p latent, o = W_v context, where kv_b[h] = [W_k (n) | W_v (v)]
     rows. The T new tokens are already in the cache: query t of sequence b sees the first lengths[b] - T + t + 1 rows.
-    Softmax in fp32. Rows past `lengths[b]` are never read into a result, whatever they hold.
+    Softmax in fp32; the cache may have another dtype than queries and weights, the result has theirs. Rows past `lengths[b]` are never read into a result, whatever they hold.
     Raises `KernelError` when a query would see no row or more rows than the cache has.
     """
     _, tokens, _, nope = q_n.shape
@@ -88,7 +88,7 @@ def absorbed(
     scores = (query.to(dtype) @ rows.to(dtype).mT).mul(scale).unflatten(1, (tokens, -1))  # [B, T, H, L]
     p = scores.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(dim=-1).to(cache.dtype)
     context = (p.flatten(1, 2) @ rows[..., :latent]).unflatten(1, (tokens, -1))  # [B, T, H, c]
-    return torch.einsum("bthc,hvc->bthv", context, kv_b[:, nope:])
+    return torch.einsum("bthc,hvc->bthv", context.to(kv_b.dtype), kv_b[:, nope:])
 
 
 def document_spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:

@@ -109,7 +109,7 @@ class Mixer(nn.Module):
         else:
             o, final = kda.chunk(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial, cu_seqlens, self.min_log_decay)
         if state is not None:
-            state.conv, state.matrix = inputs.history, final
+            state.conv, state.matrix = inputs.history.to(state.conv.dtype), final
         return self.output(x, o)
 
     @property
