@@ -81,9 +81,10 @@ def test_matrices_follow_muon_block_by_block():
         assert torch.allclose(named[name].detach().double(), weight, atol=2e-5), name
 
 
-def test_the_rest_follows_torch_adamw():
+@pytest.mark.parametrize("vector_rate", [1.0, 0.1])
+def test_the_rest_follows_torch_adamw(vector_rate):
     named, twin = parameters(), parameters()
-    optimiser = Muon(named.items(), MuonConfig(weight_decay=0.1), head_rows(CONFIG))
+    optimiser = Muon(named.items(), MuonConfig(weight_decay=0.1, vector_rate=vector_rate), head_rows(CONFIG))
     others = [n for n in SHAPES if not is_matrix(n, named[n])]
     tables = ["model.embed_tokens.weight", "lm_head.weight"]
     assert set(others) == {*tables, f"{KDA}q_conv1d.weight", f"{KDA}A_log", "model.layers.1.mlp_res_proj.weight"}
@@ -92,8 +93,8 @@ def test_the_rest_follows_torch_adamw():
     for step, rate in enumerate([0.01, 0.02, 0.005]):
         give_gradients(named, step)
         give_gradients(twin, step)
-        for group in peer.param_groups:
-            group["lr"] = rate
+        for group, share in zip(peer.param_groups, (1.0, vector_rate), strict=True):
+            group["lr"] = rate * share
         optimiser.step(rate)
         peer.step()
     for name in others:

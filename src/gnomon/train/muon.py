@@ -88,7 +88,9 @@ class Muon:
         """One update from the gradients that are present, which are consumed; a parameter without one stays as it is."""
         self.steps += 1
         self._step_matrices(learning_rate)
-        self._step_others(learning_rate)
+        tables = [name for name in self.others if name.endswith(TABLES)]
+        self._step_others(tables, learning_rate, self.config.weight_decay)
+        self._step_others([name for name in self.others if name not in tables], learning_rate * self.config.vector_rate, 0.0)
 
     def _step_matrices(self, learning_rate: float) -> None:
         names = [name for name, p in self.matrices.items() if p.grad is not None]
@@ -144,8 +146,8 @@ class Muon:
         dtype = torch.bfloat16 if stack.is_cuda else None  # bf16 products on an accelerator; on a CPU fp32 is as fast
         return newton_schulz(stack, self.config.newton_schulz_steps, compute_dtype=dtype)
 
-    def _step_others(self, learning_rate: float) -> None:
-        names = [name for name, p in self.others.items() if p.grad is not None]
+    def _step_others(self, names: list[str], learning_rate: float, weight_decay: float) -> None:
+        names = [name for name in names if self.others[name].grad is not None]
         if not names:
             return
         beta1, beta2 = self.config.adam_betas
@@ -157,9 +159,7 @@ class Muon:
         root = torch._foreach_sqrt(second)
         torch._foreach_div_(root, (1.0 - beta2**self.steps) ** 0.5)
         torch._foreach_add_(root, self.config.adam_epsilon)
-        tables = [w for n, w in zip(names, weights, strict=True) if n.endswith(TABLES)]
-        if tables:
-            torch._foreach_mul_(tables, 1.0 - learning_rate * self.config.weight_decay)
+        torch._foreach_mul_(weights, 1.0 - learning_rate * weight_decay)
         torch._foreach_addcdiv_(weights, first, root, -learning_rate / (1.0 - beta1**self.steps))
 
     def state_dict(self) -> dict[str, Tensor]:

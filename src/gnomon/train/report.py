@@ -92,7 +92,7 @@ def _cards(run: Path, rows: charts.Rows, model: Transformer, material: Material,
         text = f"Largest attention logit of the latent-attention layers; clipped per head at {recipe.optimizer.clip_logits:g}."
         cards.append(_card("Attention logits", text, charts.curve([r for r in rows if "max_logit" in r], "max_logit", "largest logit")))
     if results:
-        cards.append(_card("Held-out text", "Documents never trained on, chosen by a hash of their text.", _table(results)))
+        cards.append(_card("Held-out text", "Never trained on: documents chosen by a hash, or the ends of few documents.", _table(results)))
     recipe_text = html.escape((run / "recipe.toml").read_text(encoding="utf-8"))
     cards.append(f'<section class="card wide"><details><summary>Recipe</summary><pre>{recipe_text}</pre></details></section>')
     return cards

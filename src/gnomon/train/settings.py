@@ -12,10 +12,11 @@ from gnomon.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
-    """The optimiser. The learning rate is the peak of the schedule and serves Muon and AdamW alike."""
+    """The optimiser. The learning rate is the peak of the schedule and serves Muon and AdamW alike, vectors at `vector_rate` of it."""
 
     learning_rate: float = setting(2e-3, "peak learning rate")
     weight_decay: float = setting(0.1, "decoupled decay of matrices and token tables; vectors have none")
+    vector_rate: float = setting(1.0, "share of the learning rate for vectors: norms, decay, convolutions, depth queries")
     momentum: float = setting(0.95, "Muon's momentum, Nesterov")
     newton_schulz_steps: int = setting(5, "iterations of the orthogonalisation")
     per_head: bool = setting(True, "orthogonalise queries, keys and values head by head; false: whole projections")
@@ -25,7 +26,7 @@ class MuonConfig:
     clip_logits: float | None = setting(100.0, "tau of QK-Clip on the latent attention's logits; none: no clipping")
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "adam_epsilon", "clip_gradient", "clip_logits"):
+        for name in ("learning_rate", "vector_rate", "adam_epsilon", "clip_gradient", "clip_logits"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"'{name}' is {value}; it must be positive")
