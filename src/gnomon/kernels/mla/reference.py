@@ -68,7 +68,8 @@ def absorbed(
 
     score = <W_k^T q_n, latent> + <q_r, shared key>, context = sum p latent, o = W_v context, where kv_b[h] = [W_k (n) | W_v (v)]
     rows. The T new tokens are already in the cache: query t of sequence b sees the first lengths[b] - T + t + 1 rows.
-    Softmax in fp32; the cache may have another dtype than queries and weights, the result has theirs. Rows past `lengths[b]` are never read into a result, whatever they hold.
+    Softmax in fp32; the cache may have another dtype than queries and weights, the result has theirs.
+    Rows past `lengths[b]` are never read into a result, whatever they hold.
     Raises `KernelError` when a query would see no row or more rows than the cache has.
     """
     _, tokens, _, nope = q_n.shape
