@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from gnomon.kernels import native
 from gnomon.kernels.operator import Operator, all_operators
@@ -71,7 +71,7 @@ def table() -> Table:
     """The survey as a table: per operator and implementation "used", "next in line", or the reason of a refusal."""
     why = native.unavailable()
     title = f"C++ operators: {native.instruction_set() if why is None else 'absent: ' + why}"
-    result = Table("operator", "device", "implementation", "inference", "training", title=title)
+    result = Table(Column("operator", no_wrap=True), "device", "implementation", "inference", "training", title=title)
     taken: set[tuple[str, str, str]] = set()
     before = None
     for choice in survey():
