@@ -11,6 +11,7 @@ import torch
 from gnomon import config as toml
 from gnomon.data.mixture import Item, Mixture
 from gnomon.data.packing import PackedBatches
+from gnomon.data.tokenizer import train_tokenizer
 from gnomon.errors import ConfigError, DataError, TrainingError
 from gnomon.model.config import PRESETS
 from gnomon.model.transformer import Transformer
@@ -137,6 +138,24 @@ def test_another_run_starts_from_the_weights_of_the_first(base, recipe, rows):
     second = recipe(start_from=str(base.run), stages=[{"context": 256, "steps": 1}], evaluate={"contexts": [128], "tokens": 256})
     train(second, quiet=True)
     assert rows(second)[0]["loss"] < rows(base)[0]["loss"] - 0.3
+
+
+def test_a_run_that_goes_on_no_longer_needs_the_one_it_started_from(base, recipe, rows, tmp_path):
+    first = tmp_path / "first"
+    shutil.copytree(base.run, first)
+    second = recipe(start_from=str(first), **BRIEF)
+    train(second, quiet=True)
+    shutil.rmtree(first)
+    longer = recipe(start_from=str(first), **BRIEF | {"stages": [{"context": 128, "steps": 3}]})
+    assert train(longer, quiet=True).resumed_at == 2
+    assert len(rows(longer)) == 3
+
+
+def test_weights_of_another_tokenizer_are_refused(base, recipe, text, tmp_path):
+    documents = [path.read_text(encoding="utf-8").upper() for path in text.iterdir()]
+    train_tokenizer(documents, base.model.vocab_size).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"'start_from'.*another tokenizer"):
+        train(recipe(start_from=str(base.run), data={"tokenizer": str(tmp_path / "other")}), quiet=True)
 
 
 def test_a_finished_run_can_be_made_longer_and_a_torn_checkpoint_does_not_count(base, recipe, rows):

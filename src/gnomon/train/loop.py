@@ -84,7 +84,7 @@ def build(material: Material, mesh: Mesh) -> Parts:
     recipe = material.recipe
     torch.manual_seed(recipe.seed)
     model = Transformer(recipe.model).initialise(recipe.seed).to(mesh.device)
-    if recipe.start_from is not None:
+    if recipe.start_from is not None and checkpoint.latest(recipe.run) is None:  # a run that goes on needs its own folder only
         _start_from(model, recipe.start_from)
     model.activation_checkpointing = recipe.activation_checkpointing == "block"
     balance.start(model.routers(), recipe.balance)

@@ -42,6 +42,7 @@ def prepare(recipe: TrainRecipe, mesh: Mesh, say: Say, *, show_progress: bool) -
         _provide_tokenizer(recipe, corpora, say)
         tokenizer = Tokenizer.load(recipe.run / "tokenizer")
         _check_vocabulary(tokenizer, recipe)
+        _check_start(tokenizer, recipe)
         cache = recipe.data.cache or recipe.run / "data"
         folders = [write_shards(c, tokenizer, cache, held_out=recipe.data.held_out, progress=show_progress) for c in corpora]
         (recipe.run / "data.txt").write_text("".join(f"{folder.resolve()}\n" for folder in folders))
@@ -110,3 +111,11 @@ def _check_vocabulary(tokenizer: Tokenizer, recipe: TrainRecipe) -> None:
     if tokenizer.vocab_size != recipe.model.vocab_size:
         raise ConfigError(f"'model.vocab_size' is {recipe.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} ids; "
                           f"set model.vocab_size={tokenizer.vocab_size}, or use another tokenizer and run folder")
+
+
+def _check_start(tokenizer: Tokenizer, recipe: TrainRecipe) -> None:
+    """Weights mean something only with the ids that they were trained on."""
+    first = recipe.start_from / "tokenizer" if recipe.start_from else None
+    if first is not None and first.is_dir() and Tokenizer.load(first).fingerprint != tokenizer.fingerprint:
+        raise ConfigError(f"'start_from' names {recipe.start_from}, whose weights belong to another tokenizer than this run's; "
+                          "leave out data.tokenizer, or use another run folder")
