@@ -5,6 +5,7 @@ Precedence: field default → what `extends` names → the recipe → the overri
 """
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -163,6 +164,8 @@ def _convert(hint: Any, value: Any, where: str, path: tuple[str, ...]) -> Any:
 def _scalar(hint: Any, value: Any, where: str, path: tuple[str, ...]) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _error(where, path, f"expected a finite number, got {value!r}")
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is Any or (isinstance(value, hint) and (hint is bool or not isinstance(value, bool))):

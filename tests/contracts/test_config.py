@@ -78,6 +78,8 @@ def test_extends_names_a_preset(tmp_path: Path) -> None:
     ('name = "x"\nsizes = [1, "two"]', r"'sizes\.1': expected int, got 'two'"),
     ('name = "x"\ninner = 3', r"'inner': expected a table of Inner, got 3"),
     ('name = "x"\n[inner]\nrule = "cosin"', r"'inner\.rule': 'cosin' is not one of 'cosine', 'wsd'; did you mean 'cosine'\?"),
+    ('name = "x"\n[inner]\nrate = nan', r"'inner\.rate': expected a finite number, got nan"),
+    ('name = "x"\n[inner]\nrate = inf', r"'inner\.rate': expected a finite number, got inf"),
     ('name = "x"\n[inner]\nrate = -1', r"'inner': 'rate' is -1\.0; it must be positive"),
     ("name = ", "cannot be read"),
     ('extends = "a.toml"', "goes round in a circle"),

@@ -182,6 +182,7 @@ def test_any_order_of_layers_survives_the_released_format(kinds):
     ("moe.num_expert_group=3", ["num_expert_group", "3"]),
     ("mixers.kda.gate_lower_bound=5.0", ["gate_lower_bound", "5.0", "-5.0"]),
     ("mixers.kda.num_heads=0", ["num_heads", "0", "positive"]),
+    ("rms_norm_eps=0", ["rms_norm_eps", "0", "positive"]),
     ('layer_pattern=["kda", "hyena"]', ["hyena", "mixers.hyena", "kda, mla"]),
     ("layer_pattern=[]", ["layer_pattern", "empty"]),
     ("attn_res_block_size=0", ["attn_res_block_size", "0"]),

@@ -21,6 +21,8 @@ def recipe(**changes):
     ({"stages": ()}, "'stages' is empty"),
     ({"stages": (Stage(context=3, steps=1),), "batch_tokens": 3}, r"'stages\.0\.context' is 3, shorter than the short convolution"),
     ({"batch_tokens": 1000}, r"'batch_tokens' is 1000, no multiple of 'stages\.0\.context' = 512; use 1024"),
+    ({"seed": -1}, "'seed' is -1"),
+    ({"seed": 2**63}, "'seed' is 9223372036854775808"),
     ({"batch_tokens": 0}, "'batch_tokens' is 0; it must be positive"),
     ({"batch_tokens": -512}, "'batch_tokens' is -512; it must be positive"),
     ({"micro_batch_tokens": 256}, "'micro_batch_tokens' is 256, less than one row"),

@@ -1,5 +1,6 @@
 """What a user types: train, sample, export, show, kernels; and what each mistake answers, in one line, with its exit status."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -130,6 +131,8 @@ def test_kernels_lists_operators_with_reasons(capsys: Capture, monkeypatch: pyte
     (["sample", "mini.toml"], "run folder 'mini.toml' is a file"),
     (["show", "list.json"], "'list.json' holds a list, not an object"),
     (["sample", "run", "--temperature", "-1"], "'temperature' is -1.0"),
+    (["sample", "run", "--temperature", "nan"], "'temperature' is nan"),
+    (["sample", "run", "--seed", "-1"], "'seed' is -1"),
     (["show", "tinny"], "did you mean 'tiny'?"),
 ])
 def test_usage_errors_end_with_2(here: Path, capsys: Capture, arguments: list[str], message: str) -> None:
@@ -194,6 +197,18 @@ def test_an_interruption_ends_with_130_and_says_how_to_go_on(here: Path, capsys:
     monkeypatch.setitem(cli.VERBS, "train", interrupted)
     assert cli.main(["train", "mini.toml"]) == 130
     assert "the same command again goes on" in capsys.readouterr().err
+    monkeypatch.setitem(cli.VERBS, "sample", interrupted)
+    assert cli.main(["sample", "run"]) == 130
+    assert capsys.readouterr().err == "\ngnomon: interrupted\n"
+
+
+def test_missing_rights_end_with_1_and_name_the_path(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(parsed: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "run/config.json")
+
+    monkeypatch.setitem(cli.VERBS, "sample", unreadable)
+    assert cli.main(["sample", "run"]) == 1
+    assert "run/config.json: Permission denied; free space or check the path and its rights" in error_line(capsys)
 
 
 def test_an_error_of_many_lines_is_printed_as_one(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "attn_res_block_size",
-                       "activation_situ_beta", "activation_situ_linear_beta")
+                       "activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps")
         if self.hidden_size % MX_BLOCK:
             below, above = self.hidden_size // MX_BLOCK * MX_BLOCK, -(-self.hidden_size // MX_BLOCK) * MX_BLOCK
             raise ConfigError(f"'hidden_size' is {self.hidden_size}, which is not divisible by {MX_BLOCK} (the MX block); "

@@ -3,6 +3,7 @@
 Serving many requests at once is the engine's work; this is the plain loop it must agree with.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,8 +26,10 @@ class Sampling:
     seed: int = setting(0, "the same seed and prompt give the same tokens")
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"'temperature' is {self.temperature}; use 0 for greedy or a positive number")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"'seed' is {self.seed}; use a number from 0 to 2^63 - 1")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"'top_p' is {self.top_p}; it must be in (0, 1]")
         if self.max_tokens < 1:

@@ -125,6 +125,8 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("'stages' is empty; give at least one, e.g. [[stages]] with context = 512 and steps = 200")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"'seed' is {self.seed}; use a number from 0 to 2^63 - 1")
         if self.batch_tokens < 1:
             raise ConfigError(f"'batch_tokens' is {self.batch_tokens}; it must be positive, and a multiple of each stage's context")
         for index, stage in enumerate(self.stages):
