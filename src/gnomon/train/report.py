@@ -75,7 +75,7 @@ def _cards(run: Path, rows: charts.Rows, model: Transformer, material: Material,
     recipe = material.recipe
     cards = [_card("Loss", "Cross-entropy of the next token. Dotted lines: the context length changes.", charts.loss(rows), wide=True)]
     if any(result.by_position for result in results):
-        text = "Held-out documents that fill the whole context. Without positions, it should stay flat beyond the dotted line."
+        text = "Held-out documents that fill the whole context. No positions: the loss should not rise beyond the dotted line."
         cards.append(_card("Loss by position", text, charts.positions(results, max(s.context for s in recipe.stages))))
     if any(r["max_violation_by_layer"] for r in rows):
         text = f"How far the busiest expert is above the mean load, per layer; 0 is perfect. Method: {recipe.balance.method}."
