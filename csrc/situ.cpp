@@ -38,23 +38,6 @@ INLINE vec<W> capped(vec<W> x, float beta, vec<W>* derivative) {
     return beta * t;
 }
 
-/* At most W values, zero beyond `count`. */
-template <int W>
-INLINE vec<W> load_some(const float* p, int64_t count) {
-    if (count >= W) return load<W>(p);
-    float padded[W] = {};
-    for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
-    return load<W>(padded);
-}
-
-template <int W>
-INLINE void store_some(float* p, int64_t count, vec<W> x) {
-    if (count >= W) return store<W>(p, x);
-    float padded[W];
-    store<W>(padded, x);
-    for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
-}
-
 struct Tile {
     const float *grad, *gate, *up, *weight;
     float *out, *d_gate, *d_up, *weighted, *d_weight;
@@ -66,7 +49,7 @@ template <int W>
 INLINE void forward_body(const Tile& t) {
     const int64_t count = t.rows * t.width;
     for (int64_t i = 0; i < count; i += W) {
-        const int64_t left = count - i;
+        const int64_t left = std::min<int64_t>(W, count - i);
         vec<W> unused;
         const vec<W> g = load_some<W>(t.gate + i, left), u = load_some<W>(t.up + i, left);
         const vec<W> s = 1.0f / (1.0f + exponential<W>(-g));
@@ -80,7 +63,7 @@ INLINE void backward_body(const Tile& t) {
         const float weight = t.weight ? t.weight[row] : 1.0f;
         vec<W> inner = {};
         for (int64_t i = row * t.width; i < (row + 1) * t.width; i += W) {
-            const int64_t left = (row + 1) * t.width - i;
+            const int64_t left = std::min<int64_t>(W, (row + 1) * t.width - i);
             vec<W> by_gate, by_up;
             const vec<W> g = load_some<W>(t.gate + i, left), u = load_some<W>(t.up + i, left), d = load_some<W>(t.grad + i, left);
             const vec<W> s = 1.0f / (1.0f + exponential<W>(-g));
