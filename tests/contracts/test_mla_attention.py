@@ -151,3 +151,11 @@ def test_absorbed_refuses_lengths_that_do_not_fit() -> None:
     for lengths in ([12, 5], [11, 2]):
         with pytest.raises(KernelError, match="lengths span"):
             mla.absorbed(*arguments[:4], torch.tensor(lengths), SCALE)
+
+
+@pytest.mark.parametrize("candidate", ["reference", "sdpa"])
+@pytest.mark.parametrize("bounds", [None, [0], [0, 0], [0, 0, 0]])
+def test_a_stream_without_tokens_has_an_empty_result(candidate, bounds):
+    q, v = torch.zeros(1, 0, 2, 8), torch.zeros(1, 0, 2, 4)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    assert mla.attention.module(candidate).attention(q, q, v, 1.0, cu_seqlens).shape == (1, 0, 2, 4)

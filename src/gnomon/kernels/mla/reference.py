@@ -30,6 +30,8 @@ def attention(
     its own document. Raises `KernelError` when these conditions are not met or a query would see no key.
     """
     check_attention(q, k, cu_seqlens, offset)
+    if q.shape[1] == 0:
+        return v[:, :0]
     if cu_seqlens is None:
         return _attend(q, k, v, scale, offset)
     outputs = [_attend(q[:, a:b], k[:, a:b], v[:, a:b], scale, 0) for a, b in document_spans(cu_seqlens)]

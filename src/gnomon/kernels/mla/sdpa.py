@@ -40,6 +40,8 @@ def attention(
 ) -> Float[Tensor, "B T H V"]:
     """As the reference."""
     check_attention(q, k, cu_seqlens, offset)
+    if q.shape[1] == 0:
+        return v[:, :0]
     width = v.shape[-1]
     if width < q.shape[-1]:
         v = pad(v, (0, q.shape[-1] - width))
