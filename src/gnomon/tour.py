@@ -28,9 +28,11 @@ from gnomon.model.config import ModelConfig, preset
 from gnomon.model.generate import Sampling, generate
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
+from gnomon.train import metrics
 from gnomon.train.checkpoint import load_run
 from gnomon.train.evaluate import HeldOut, held_out, loss_by_position
 from gnomon.train.loop import RunSummary, train
+from gnomon.train.material import shard_folders
 from gnomon.train.recipe import SourceConfig, TrainRecipe
 from gnomon.train.recipe import load as load_recipe
 from gnomon.units import format_bytes, format_count, format_flops, format_seconds
@@ -54,7 +56,7 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     _welcome(console, recipe)
     summary = _train(console, recipe, figures)
     model, tokenizer, recipe = load_run(recipe.run)
-    shards = _held_out_shards(recipe.run)
+    shards = [Shards.open(folder, "held_out") for folder in shard_folders(recipe.run)]
     _positions(console, summary, (model, shards), recipe, figures)
     _compression(console, summary.held_out[0], shards, tokenizer, figures)
     _sample(console, model, tokenizer, figures)
@@ -113,7 +115,7 @@ def _train(console: Console, recipe: TrainRecipe, figures: dict[str, Any]) -> Ru
         "(0 is perfect); watch it stay small from the first steps on."))
     summary = train(recipe)
     tokenizer = Tokenizer.load(recipe.run / "tokenizer")
-    rows = [json.loads(line) for line in (recipe.run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics.read(recipe.run)
     tail = rows[-max(1, len(rows) // 20) :]
     violation = sum(row["max_violation"] for row in tail) / len(tail)
     figures |= {
@@ -236,10 +238,3 @@ def _farewell(console: Console, out: Path, run_folder: Path, figures: dict[str, 
     out.mkdir(parents=True, exist_ok=True)
     (out / "tour.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     (out / "tour.html").write_text(console.export_html(), encoding="utf-8")
-
-
-def _held_out_shards(run_folder: Path) -> list[Shards]:
-    folders = (run_folder / "data.txt").read_text(encoding="utf-8").splitlines()
-    return [Shards.open(folder, "held_out") for folder in folders]
-
-

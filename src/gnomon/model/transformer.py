@@ -203,8 +203,12 @@ class Transformer(nn.Module):
 
     def head(self, hidden: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
         """Logits."""
-        weight = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return functional.linear(hidden, weight.to(hidden.dtype))
+        return functional.linear(hidden, self.head_weight.to(hidden.dtype))
+
+    @property
+    def head_weight(self) -> Float[Tensor, "V D"]:
+        """The table that gives logits: its own, or the embedding where they are tied."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def new_states(self, sequences: int = 1, capacity: int = 256, dtype: torch.dtype | None = None) -> list[LayerState]:
         """One fresh state per layer; `dtype` is that of histories and caches (default: the weights'), matrices are fp32."""

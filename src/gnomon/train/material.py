@@ -48,7 +48,7 @@ def prepare(recipe: TrainRecipe, mesh: Mesh, say: Say, *, show_progress: bool) -
         (recipe.run / "data.txt").write_text("".join(f"{folder.resolve()}\n" for folder in folders))
     mesh.wait()
     tokenizer = Tokenizer.load(recipe.run / "tokenizer")
-    folders = [Path(line) for line in (recipe.run / "data.txt").read_text().splitlines()]
+    folders = shard_folders(recipe.run)
     model = recipe.model
     model = replace(model, bos_token_id=_either(model.bos_token_id, tokenizer.bos_id),
                     eos_token_id=_either(model.eos_token_id, tokenizer.eos_id),
@@ -57,6 +57,11 @@ def prepare(recipe: TrainRecipe, mesh: Mesh, say: Say, *, show_progress: bool) -
         recipe=replace(recipe, model=model), tokenizer=tokenizer, train=tuple(Shards.open(folder) for folder in folders),
         held_out=tuple(Shards.open(folder, "held_out") for folder in folders) if recipe.data.held_out else (),
     )
+
+
+def shard_folders(run: Path) -> list[Path]:
+    """Where the token shards of a prepared run are, one folder per source."""
+    return [Path(line) for line in (run / "data.txt").read_text().splitlines()]
 
 
 def _either(given: int | None, default: int) -> int:

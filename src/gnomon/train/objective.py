@@ -76,17 +76,13 @@ class Objective(nn.Module):
         """(what to differentiate, detached sum of the cross-entropy); `count` is the learnt targets of the whole step."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.model.hidden(batch.tokens, cu_seqlens=batch.cu_seqlens, token_mask=batch.token_mask)
-            total = cross_entropy_sum(*learnt(hidden, batch.targets, batch.loss_mask, self.bf16, self._head_weight()))
+            total = cross_entropy_sum(*learnt(hidden, batch.targets, batch.loss_mask, self.bf16, self.model.head_weight))
         loss = total / count
         if self.auxiliary_weight:
             terms = [router.auxiliary_loss for router in self.model.routers() if router.auxiliary_loss is not None]
             share = batch.loss_mask.sum() / count  # so that micro-batches and ranks average rather than add
             loss = loss + self.auxiliary_weight * share * torch.stack(terms).mean()
         return loss, total.detach()
-
-    def _head_weight(self) -> Tensor:
-        tied = self.model.config.tie_word_embeddings
-        return self.model.model.embed_tokens.weight if tied else self.model.lm_head.weight
 
 
 def learnt(
