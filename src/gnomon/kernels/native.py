@@ -15,7 +15,7 @@ from torch import Tensor
 import gnomon
 from gnomon.errors import KernelError
 
-ABI = 2  # GNOMON_ABI in csrc/gnomon.h
+ABI = 3  # GNOMON_ABI in csrc/gnomon.h
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES = {
