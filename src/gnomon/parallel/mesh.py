@@ -3,6 +3,7 @@
 Without torchrun there is one rank and every collective does nothing, so the loop is written once. gloo on CPU, nccl on GPU.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,4 +71,7 @@ def join(device: str | None = None) -> Iterator[Mesh]:
     try:
         yield mesh
     finally:
+        # What wraps a model for several ranks refers to itself and to the group. The group's threads end with its last owner; one that
+        # still runs when the interpreter goes away aborts the process.
+        gc.collect()
         dist.destroy_process_group()

@@ -68,15 +68,20 @@ def train(recipe: TrainRecipe, *, resume: bool = True, quiet: bool = False) -> R
     its data, `TrainingError` for a loss that is not finite, `CheckpointError` when a checkpoint cannot be read or written.
     """
     with join(None if recipe.device == "auto" else recipe.device) as mesh:
-        show = mesh.is_main and not quiet
-        with Display(recipe.total_steps, show=show) as display:
-            _check(recipe, mesh, resume)
-            material = prepare(recipe, mesh, display.say, show_progress=show)
-            parts = build(material, mesh)
-            start, offset = restore(parts)
-            if mesh.is_main:
-                _write_recipe(parts.recipe)
-            return run_steps(parts, start, offset, display)
+        return _train_on(mesh, recipe, resume=resume, quiet=quiet)
+
+
+def _train_on(mesh: Mesh, recipe: TrainRecipe, *, resume: bool, quiet: bool) -> RunSummary:
+    """The run itself. What belongs to it is gone when the ranks part: the model's wrapper holds on to their connection."""
+    show = mesh.is_main and not quiet
+    with Display(recipe.total_steps, show=show) as display:
+        _check(recipe, mesh, resume)
+        material = prepare(recipe, mesh, display.say, show_progress=show)
+        parts = build(material, mesh)
+        start, offset = restore(parts)
+        if mesh.is_main:
+            _write_recipe(parts.recipe)
+        return run_steps(parts, start, offset, display)
 
 
 def build(material: Material, mesh: Mesh) -> Parts:
