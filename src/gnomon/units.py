@@ -17,6 +17,11 @@ _SECOND_FACTORS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3
 _COUNT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_PLAIN = r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*"
+_RATE = re.compile(_PLAIN + r"((?:[kKMGTP]i?)?B|(?:[kMGTP])?bit)/s\s*")
+_FLOP_RATE = re.compile(_PLAIN + r"([kMGTPE]?)FLOP/s\s*")
+_DOLLAR_RATE = re.compile(_PLAIN + r"\$/h\s*")
+
 
 def _parse(text: str, factors: Mapping[str, float], what: str) -> float:
     match = _NUMBER.fullmatch(text)
@@ -39,6 +44,31 @@ def parse_seconds(text: str) -> float:
 def parse_count(text: str) -> int:
     """`"2.78T"` → 2780000000000, `"64k"` → 64000; raises `ConfigError` for anything else."""
     return round(_parse(text, _COUNT_FACTORS, "a count"))
+
+
+def parse_byte_rate(text: str) -> float:
+    """`"4.8 TB/s"` → 4.8e12, `"400 Gbit/s"` → 5e10 bytes per second; `Gb/s`, which could be either, is a `ConfigError`."""
+    match = _RATE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"'{text}' is not a bandwidth; write a number and a unit such as GB/s, TB/s, GiB/s or Gbit/s (bits)")
+    factor = 1 if match[2] == "B" else _BYTE_FACTORS[match[2].removesuffix("bit").removesuffix("B").lower() + "b"]
+    return float(match[1].replace(",", "").replace("_", "")) * factor / (8 if match[2].endswith("bit") else 1)
+
+
+def parse_flop_rate(text: str) -> float:
+    """`"989 TFLOP/s"` → 9.89e14; raises `ConfigError` for anything else."""
+    match = _FLOP_RATE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"'{text}' is not a computing rate; write a number and a unit such as GFLOP/s, TFLOP/s or PFLOP/s")
+    return float(match[1].replace(",", "").replace("_", "")) * 1000 ** _SI.index(match[2])
+
+
+def parse_dollar_rate(text: str) -> float:
+    """`"2.95 $/h"` → 2.95 dollars per hour; raises `ConfigError` for anything else."""
+    match = _DOLLAR_RATE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"'{text}' is not a price per hour; write it like '2.95 $/h'")
+    return float(match[1].replace(",", "").replace("_", ""))
 
 
 def _scaled(value: float, step: float, suffixes: tuple[str, ...]) -> tuple[float, str]:
@@ -65,6 +95,12 @@ def format_flops(count: float) -> str:
     """2.1e12 → `"2.1 TFLOP"`."""
     value, suffix = _scaled(float(count), 1000.0, _SI)
     return f"{value:.3g} {suffix}FLOP"
+
+
+def format_byte_rate(rate: float) -> str:
+    """4.8e12 → `"4.8 TB/s"`: decimal, as vendors state bandwidths."""
+    value, suffix = _scaled(float(rate), 1000.0, _SI)
+    return f"{value:.3g} {suffix}B/s"
 
 
 def format_dollars(amount: float) -> str:

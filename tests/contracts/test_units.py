@@ -6,13 +6,17 @@ from hypothesis import strategies as st
 
 from gnomon.errors import ConfigError
 from gnomon.units import (
+    format_byte_rate,
     format_bytes,
     format_count,
     format_dollars,
     format_flops,
     format_seconds,
+    parse_byte_rate,
     parse_bytes,
     parse_count,
+    parse_dollar_rate,
+    parse_flop_rate,
     parse_seconds,
 )
 
@@ -53,3 +57,31 @@ def test_printing(shown: str, expected: str) -> None:
 @given(st.integers(min_value=0, max_value=2**60))
 def test_printed_bytes_parse_back_within_their_digits(count: int) -> None:
     assert abs(parse_bytes(format_bytes(count)) - count) <= max(1, count * 0.005)
+
+
+@pytest.mark.parametrize(("text", "rate"), [
+    ("4.8 TB/s", 4.8e12), ("450GB/s", 4.5e11), ("1 GiB/s", 2.0**30), ("400 Gbit/s", 5e10), ("12 B/s", 12.0), ("1_000 kB/s", 1e6),
+])
+def test_bandwidths(text: str, rate: float) -> None:
+    assert parse_byte_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["4.8 Tb/s", "4.8 TB", "4.8", "TB/s", "4.8 tb/s", "-1 TB/s"])
+def test_bits_and_bytes_are_not_confused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a bandwidth"):
+        parse_byte_rate(text)
+
+
+def test_rates_of_computing_and_of_money() -> None:
+    assert parse_flop_rate("989 TFLOP/s") == 989e12 and parse_flop_rate("90GFLOP/s") == 90e9
+    assert parse_dollar_rate("2.95 $/h") == 2.95 and format_byte_rate(4.8e12) == "4.8 TB/s"
+    for parse, text in ((parse_flop_rate, "989 TFLOPS"), (parse_flop_rate, "989"), (parse_dollar_rate, "$2.95")):
+        with pytest.raises(ConfigError, match="is not a"):
+            parse(text)
+
+
+@given(st.integers(0, 10**18))
+def test_a_terabyte_is_not_a_tebibyte(count: int) -> None:
+    assert parse_bytes(f"{count} B") == count
+    assert parse_bytes("1 TiB") - parse_bytes("1 TB") == 2**40 - 10**12
+    assert format_bytes(10**12) == "931.32 GiB" and format_bytes(2**40) == "1.00 TiB"
