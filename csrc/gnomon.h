@@ -44,6 +44,21 @@ GNOMON_API void gnomon_kda_backward(const float* q, const float* k, const float*
 GNOMON_API void gnomon_kda_step(const float* q, const float* k, const float* v, const float* g, const float* beta, const float* state, int64_t rows,
                      int64_t keys, int64_t values, float* o, float* next, int32_t threads);
 
+/* The KDA layer of an inference engine between its projections (csrc/kda.h): outputs of the new tokens of each sequence, and with
+ * `commit` its states advanced. C = 3 heads width.
+ *   conv_weight [taps, C]; a_log [heads]; dt_bias [heads, width]; norm [width]; lower_bound < 0, or 0 for the softplus form;
+ *   projected [N, C]; decay, gate, out [N, heads, width]; beta [N, heads]; conv [slots, taps - 1, C]; matrix [slots, heads, width, width];
+ *   slots [sequences]; copies_at [copies, 3]: (sequence, tokens, slot of copies_conv and copies_matrix), sorted by the first two;
+ *   inputs (or NULL) [N, 4 heads width + heads] receives what gnomon_kda_commit needs to advance by a prefix of each sequence. */
+GNOMON_API void gnomon_kda_decode(const float* conv_weight, const float* a_log, const float* dt_bias, const float* norm, float lower_bound,
+                                  float eps, int64_t heads, int64_t width, int64_t taps, const int64_t* bounds, int64_t sequences,
+                                  const float* projected, const float* decay, const float* beta, const float* gate, float* conv,
+                                  float* matrix, const int64_t* slots, int32_t commit, const int64_t* copies_at, int64_t copies,
+                                  float* copies_conv, float* copies_matrix, float* inputs, float* out, int32_t threads);
+GNOMON_API void gnomon_kda_commit(const float* conv_weight, const float* a_log, const float* dt_bias, float lower_bound, int64_t heads,
+                                  int64_t width, int64_t taps, const float* inputs, const int64_t* bounds, int64_t sequences,
+                                  const int64_t* prefix, float* conv, float* matrix, const int64_t* slots, int32_t threads);
+
 /* Rows of unit length: y = scale x / sqrt(sum x^2 + eps), x and y [rows, width]; and the gradient of x from that of y. */
 GNOMON_API void gnomon_unit_forward(const float* x, int64_t rows, int64_t width, float eps, float scale, float* y, int32_t threads);
 GNOMON_API void gnomon_unit_backward(const float* x, const float* d_y, int64_t rows, int64_t width, float eps, float scale, float* d_x,

@@ -1,6 +1,5 @@
 /* Norms of rows: unit length for queries and keys, root mean square with a weight and, for KDA's output, a sigmoid gate.
  * What each function computes stands in gnomon.h. Rows are independent; the gradient of the weight is summed per thread. */
-#include <cmath>
 #include <vector>
 
 #ifdef _OPENMP
@@ -8,7 +7,7 @@
 #endif
 
 #include "gnomon.h"
-#include "lanes.h"
+#include "rows.h"
 
 namespace {
 
@@ -18,20 +17,6 @@ int this_thread() {
 #else
     return 0;
 #endif
-}
-
-template <int W>
-INLINE float dot(const float* x, const float* y, int64_t n) {
-    vec<W> lanes = {}, more = {};
-    int64_t i = 0;
-    for (; i + 2 * W <= n; i += 2 * W) {
-        lanes += load<W>(x + i) * load<W>(y + i);
-        more += load<W>(x + i + W) * load<W>(y + i + W);
-    }
-    for (; i + W <= n; i += W) lanes += load<W>(x + i) * load<W>(y + i);
-    float rest = 0.0f;
-    for (; i < n; ++i) rest += x[i] * y[i];
-    return sum<W>(lanes + more) + rest;
 }
 
 /* y = a x + b z */
@@ -50,16 +35,6 @@ INLINE void unit_row_body(const float* x, const float* d_y, int64_t n, float eps
 }
 DISPATCH(unit_row, (const float* x, const float* d_y, int64_t n, float eps, float scale, float* out), (x, d_y, n, eps, scale, out))
 
-template <int W>
-INLINE void rms_row_body(const float* x, const float* weight, const float* gate, int64_t n, float eps, float* y) {
-    const float inverse = 1.0f / std::sqrt(dot<W>(x, x, n) / n + eps);
-    for (int64_t i = 0; i < n; i += W) {
-        const int64_t width = n - i < W ? n - i : W;
-        vec<W> out = load_some<W>(x + i, width) * inverse * load_some<W>(weight + i, width);
-        if (gate) out *= sigmoid<W>(load_some<W>(gate + i, width));
-        store_some<W>(y + i, width, out);
-    }
-}
 DISPATCH(rms_row, (const float* x, const float* weight, const float* gate, int64_t n, float eps, float* y), (x, weight, gate, n, eps, y))
 
 struct RmsGradients {

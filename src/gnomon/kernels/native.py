@@ -22,6 +22,8 @@ _SIGNATURES = {
     "gnomon_kda_forward": [*[_P] * 7, *[_I64] * 5, *[_P] * 4, _I32],
     "gnomon_kda_backward": [*[_P] * 9, *[_I64] * 5, *[_P] * 6, _I32],
     "gnomon_kda_step": [*[_P] * 6, *[_I64] * 3, *[_P] * 2, _I32],
+    "gnomon_kda_decode": [*[_P] * 4, _F32, _F32, *[_I64] * 3, _P, _I64, *[_P] * 7, _I32, _P, _I64, *[_P] * 4, _I32],
+    "gnomon_kda_commit": [*[_P] * 3, _F32, *[_I64] * 3, _P, _P, _I64, *[_P] * 4, _I32],
     "gnomon_unit_forward": [_P, _I64, _I64, _F32, _F32, _P, _I32],
     "gnomon_unit_backward": [_P, _P, _I64, _I64, _F32, _F32, _P, _I32],
     "gnomon_rms_forward": [*[_P] * 3, _I64, _I64, _F32, _P, _I32],

@@ -111,6 +111,118 @@ def refuse_prepare(q: Tensor, k: Tensor, eps: float = 1e-6) -> str | None:
     return native.refuse(q=q, k=k)
 
 
+def decode(
+    projected: Float[Tensor, "N C"],
+    raw_decay: Float[Tensor, "N H K"],
+    raw_beta: Float[Tensor, "N H"],
+    gate: Float[Tensor, "N H K"],
+    conv: Float[Tensor, "S W1 C"],
+    matrix: Float[Tensor, "S H K K"],
+    conv_weight: Float[Tensor, "C W"],
+    A_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " HK"],
+    norm: Float[Tensor, " K"],
+    lower_bound: float | None,
+    eps: float,
+    cu_seqlens: Int[Tensor, " S1"],
+    copies: Int[Tensor, "M 2"] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`reference.decode` in one call (csrc/kda_decode.cpp); a row's bits depend on its own sequence alone, not on its cut into calls."""
+    bounds = torch.tensor(document_bounds(1, len(projected), cu_seqlens))
+    rows = [x.contiguous() for x in (projected, raw_decay, raw_beta, gate)]
+    weights = _decode_weights(rows, conv, matrix, conv_weight, A_log, dt_bias, norm)
+    conv, matrix = (x.clone(memory_format=torch.contiguous_format) for x in (conv, matrix))
+    wanted = torch.empty(0, 2, dtype=torch.int64) if copies is None else copies.to(torch.int64)
+    _check_copies(wanted, bounds)
+    at = torch.cat([wanted, torch.arange(len(wanted))[:, None]], 1)
+    kept = conv.new_empty(len(at), *conv.shape[1:]), matrix.new_empty(len(at), *matrix.shape[1:])
+    out, slots = torch.empty_like(rows[3]), torch.arange(len(conv))
+    sizes = (raw_decay.shape[1], raw_decay.shape[2], conv_weight.shape[1])
+    native.library().gnomon_kda_decode(
+        *(x.data_ptr() for x in weights), lower_bound or 0.0, eps, *sizes, bounds.data_ptr(), len(conv), *(x.data_ptr() for x in rows),
+        conv.data_ptr(), matrix.data_ptr(), slots.data_ptr(), 1, at.data_ptr(), len(at), *(x.data_ptr() for x in kept), None,
+        out.data_ptr(), native.threads(),
+    )
+    return out, conv, matrix, *kept
+
+
+def refuse_decode(
+    projected: Tensor, raw_decay: Tensor, raw_beta: Tensor, gate: Tensor, conv: Tensor, matrix: Tensor, conv_weight: Tensor,
+    A_log: Tensor, dt_bias: Tensor, norm: Tensor, lower_bound: float | None, eps: float, cu_seqlens: Tensor, copies: Tensor | None = None,
+) -> str | None:
+    """Needs the library, fp32 on the CPU and no gradients."""
+    tensors = (projected, raw_decay, raw_beta, gate, conv, matrix, conv_weight, A_log, dt_bias, norm)
+    if needs_grad(*tensors):
+        return "gradients are needed, and decoding in C++ has no backward"
+    names = ("projected", "raw_decay", "raw_beta", "gate", "conv", "matrix", "conv_weight", "A_log", "dt_bias", "norm")
+    return native.refuse(**dict(zip(names, tensors, strict=True)))
+
+
+def commit(
+    projected: Float[Tensor, "N C"],
+    raw_decay: Float[Tensor, "N H K"],
+    raw_beta: Float[Tensor, "N H"],
+    conv: Float[Tensor, "S W1 C"],
+    matrix: Float[Tensor, "S H K K"],
+    conv_weight: Float[Tensor, "C W"],
+    A_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " HK"],
+    lower_bound: float | None,
+    cu_seqlens: Int[Tensor, " S1"],
+    prefix: Int[Tensor, " S"],
+) -> tuple[Tensor, Tensor]:
+    """`reference.commit` (csrc/kda_decode.cpp): the same bits as `decode` of the prefix alone."""
+    bounds, prefix = torch.tensor(document_bounds(1, len(projected), cu_seqlens)), prefix.to(torch.int64).contiguous()
+    rows = [projected, raw_decay, raw_beta]
+    weights = _decode_weights(rows, conv, matrix, conv_weight, A_log, dt_bias, dt_bias[: raw_decay.shape[2]])[:3]
+    if len(prefix) != len(conv) or bool(((prefix < 0) | (prefix > bounds.diff())).any()):
+        raise KernelError(f"prefix {prefix.tolist()[:8]}… must lie between 0 and each sequence's length, {bounds.diff().tolist()[:8]}…")
+    conv, matrix = (x.clone(memory_format=torch.contiguous_format) for x in (conv, matrix))
+    inputs = torch.cat([x.flatten(1) for x in rows], 1)
+    sizes = (raw_decay.shape[1], raw_decay.shape[2], conv_weight.shape[1])
+    slots = torch.arange(len(conv))
+    native.library().gnomon_kda_commit(
+        *(x.data_ptr() for x in weights), lower_bound or 0.0, *sizes, inputs.data_ptr(), bounds.data_ptr(), len(conv), prefix.data_ptr(),
+        conv.data_ptr(), matrix.data_ptr(), slots.data_ptr(), native.threads(),
+    )
+    return conv, matrix
+
+
+def refuse_commit(
+    projected: Tensor, raw_decay: Tensor, raw_beta: Tensor, conv: Tensor, matrix: Tensor, conv_weight: Tensor, A_log: Tensor,
+    dt_bias: Tensor, lower_bound: float | None, cu_seqlens: Tensor, prefix: Tensor,
+) -> str | None:
+    """Needs the library, fp32 on the CPU and no gradients."""
+    return refuse_decode(
+        projected, raw_decay, raw_beta, raw_decay, conv, matrix, conv_weight, A_log, dt_bias, dt_bias, lower_bound, 0.0, cu_seqlens
+    )
+
+
+def _decode_weights(rows: list[Tensor], conv: Tensor, matrix: Tensor, *weights: Tensor) -> list[Tensor]:
+    """The weights as the library wants them, taps first; refuses shapes that do not fit each other."""
+    count, heads, width = rows[1].shape
+    conv_weight, *_ = weights
+    channels, taps, sequences = 3 * heads * width, conv_weight.shape[1], len(conv)
+    expected = {
+        "projected": (rows[0], (count, channels)), "raw_beta": (rows[2], (count, heads)), "gate": (rows[-1], rows[-1].shape),
+        "conv": (conv, (sequences, taps - 1, channels)), "matrix": (matrix, (sequences, heads, width, width)),
+        "conv_weight": (conv_weight, (channels, taps)), "A_log": (weights[1], (heads,)), "dt_bias": (weights[2], (heads * width,)),
+        "norm": (weights[3], (width,)),
+    }
+    for name, (x, shape) in expected.items():
+        if tuple(x.shape) != tuple(shape):
+            raise KernelError(f"{name} has shape {tuple(x.shape)}, but raw_decay {tuple(rows[1].shape)} needs {tuple(shape)}")
+    return [conv_weight.mT.contiguous(), *(x.contiguous() for x in weights[1:])]
+
+
+def _check_copies(copies: Tensor, bounds: Tensor) -> None:
+    """Copies are taken in one walk over the tokens: they must be in order and inside their sequence."""
+    rows = copies.tolist()
+    lengths = bounds.diff().tolist()
+    if rows != sorted(rows) or any(not 0 <= s < len(lengths) or not 0 <= tokens <= lengths[s] for s, tokens in rows):
+        raise KernelError(f"copies must be rising pairs (sequence, tokens seen) inside sequences of {lengths[:8]}… tokens: {rows[:8]}…")
+
+
 class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, scale: float) -> Tensor:

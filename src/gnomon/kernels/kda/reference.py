@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from gnomon.kernels.gated_norm.reference import gated_norm
 from gnomon.kernels.kda.layout import ChunkLayout, document_bounds, leaf_size
+from gnomon.kernels.short_conv.reference import short_conv
 
 CHUNK = 32
 
@@ -147,6 +149,76 @@ def transition(
     when no value is written, S̃ what becomes of zero.
     """
     return transition_by(chunk, k, v, g, beta, cu_seqlens, min_log_decay)
+
+
+def decode(
+    projected: Float[Tensor, "N C"],
+    raw_decay: Float[Tensor, "N H K"],
+    raw_beta: Float[Tensor, "N H"],
+    gate: Float[Tensor, "N H K"],
+    conv: Float[Tensor, "S W1 C"],
+    matrix: Float[Tensor, "S H K K"],
+    conv_weight: Float[Tensor, "C W"],
+    A_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " HK"],
+    norm: Float[Tensor, " K"],
+    lower_bound: float | None,
+    eps: float,
+    cu_seqlens: Int[Tensor, " S1"],
+    copies: Int[Tensor, "M 2"] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A KDA layer between its projections, for new tokens of several sequences: outputs [N, H, K], conv, matrix, copies of both.
+
+    `projected` holds q | k | v before the convolution (C = 3·H·K), `raw_decay` lacks its bias, `raw_beta` and `gate` their sigmoid.
+    `conv` and `matrix` are the states before the first new token; those after the last are returned. Each row (sequence, tokens) of
+    `copies`, in rising order, asks for that sequence's states after its first `tokens` new tokens [M, W-1, C] and [M, H, K, K].
+    """
+    bounds = document_bounds(1, len(projected), cu_seqlens)
+    outputs, after, kept = [gate[:0]], [(conv[:0], matrix[:0])], [(conv[:0], matrix[:0])]
+    for s, (a, b) in enumerate(pairwise(bounds)):
+        wanted = [] if copies is None else [a + tokens for sequence, tokens in copies.tolist() if sequence == s]
+        state = conv[s : s + 1], matrix[s : s + 1]
+        for first, last in pairwise([a, *wanted, b]):
+            rows = (x[first:last] for x in (projected, raw_decay, raw_beta))
+            o, *state = _advance(*rows, *state, conv_weight, A_log, dt_bias, lower_bound)
+            outputs.append(gated_norm(o, norm, gate[first:last], eps))
+            kept.append(tuple(state))
+        after.append(kept.pop())
+    return torch.cat(outputs), *(torch.cat(parts) for states in (after, kept) for parts in zip(*states, strict=True))
+
+
+def commit(
+    projected: Float[Tensor, "N C"],
+    raw_decay: Float[Tensor, "N H K"],
+    raw_beta: Float[Tensor, "N H"],
+    conv: Float[Tensor, "S W1 C"],
+    matrix: Float[Tensor, "S H K K"],
+    conv_weight: Float[Tensor, "C W"],
+    A_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " HK"],
+    lower_bound: float | None,
+    cu_seqlens: Int[Tensor, " S1"],
+    prefix: Int[Tensor, " S"],
+) -> tuple[Tensor, Tensor]:
+    """The states after the first `prefix[s]` new tokens of each sequence, from what `decode` was given (report section 5.4.2)."""
+    bounds, states = document_bounds(1, len(projected), cu_seqlens), [(conv[:0], matrix[:0])]
+    for s, taken in enumerate(prefix.tolist()):
+        rows = (x[bounds[s] : bounds[s] + taken] for x in (projected, raw_decay, raw_beta))
+        states.append(_advance(*rows, conv[s : s + 1], matrix[s : s + 1], conv_weight, A_log, dt_bias, lower_bound)[1:])
+    return torch.cat([c for c, _ in states]), torch.cat([m for _, m in states])
+
+
+def _advance(
+    projected: Tensor, raw_decay: Tensor, raw_beta: Tensor, conv: Tensor, matrix: Tensor, conv_weight: Tensor, A_log: Tensor,
+    dt_bias: Tensor, lower_bound: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence: outputs before the norm [N, H, K], and its states after the rows."""
+    mixed, conv = short_conv(projected[None], conv_weight, conv)
+    q, k, v = mixed.view(1, len(projected), 3, *raw_decay.shape[1:]).unbind(2)
+    q, k = prepare(q, k)
+    g = decay(raw_decay[None] + dt_bias.view(raw_decay.shape[1:]), A_log, lower_bound)
+    o, matrix = recurrent(q, k, v, g, torch.sigmoid(_compute(raw_beta))[None], matrix)
+    return o[0], conv, matrix
 
 
 def transition_by(

@@ -15,7 +15,19 @@ def samples(device: str) -> dict[str, tuple[Any, ...]]:
     state = torch.randn(batch, heads, width, width, device=device)
     borders = torch.tensor([0, 1, 30, 80], device=device)
     pair = (torch.randn(batch, heads, width, width, device=device), state)
+    heads_and_width = heads * width
+    rows = (torch.randn(9, 3 * heads_and_width, device=device), z[0, :9], torch.randn(9, heads, device=device))
+    states = torch.randn(3, 3, 3 * heads_and_width, device=device), torch.randn(3, heads, width, width, device=device)
+    weights = (
+        torch.randn(3 * heads_and_width, 4, device=device),
+        torch.zeros(heads, device=device),
+        torch.randn(heads_and_width, device=device),
+    )
+    sequences = torch.tensor([0, 1, 7, 9], device=device)
+    norm = torch.rand(width, device=device)
     return {
+        "decode": (*rows, raw_q[0, :9], *states, *weights, norm, -5.0, 1e-5, sequences, torch.tensor([[1, 0], [1, 4]], device=device)),
+        "commit": (*rows, *states, *weights, -5.0, sequences, torch.tensor([1, 3, 0], device=device)),
         "prepare": (raw_q, raw_k),
         "decay": (z, torch.zeros(heads, device=device), -5.0),
         "recurrent": (q, k, v, g, beta, state),
