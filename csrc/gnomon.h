@@ -99,6 +99,41 @@ GNOMON_API void gnomon_depth_backward(const float* const* sources, const float* 
                           const float* grad, int64_t count, int64_t tokens, int64_t width, float* const* d_sources, float* d_query,
                           int32_t threads);
 
+/* Packed weight matrices for inference; csrc/matrix.h says how they stand in memory and in which order a product is summed. */
+typedef struct gnomon_matrix {
+    const void* data;      /* gnomon_matrix_bytes of it; for the fast paths 64-byte aligned */
+    const uint8_t* scales; /* MXFP4 only */
+    int64_t out, in;
+    int32_t format; /* 0 fp32, 1 bf16, 2 MXFP4 */
+} gnomon_matrix;
+
+typedef struct gnomon_experts {
+    const gnomon_matrix *gate, *up, *down; /* `count` of each: gate, up [inner, latent], down [latent, inner] */
+    int64_t count;
+    float beta1, beta2; /* the two caps of SiTU; 0 for none */
+} gnomon_experts;
+
+/* `bytes` of zeros in anonymous memory with huge pages where the system has them; *address is NULL when there is no memory. */
+GNOMON_API void gnomon_buffer_allocate(int64_t bytes, void** address);
+GNOMON_API void gnomon_buffer_free(void* address, int64_t bytes);
+
+/* Bytes of `data` and of `scales` that a packed matrix of this shape and format needs. */
+GNOMON_API void gnomon_matrix_bytes(int64_t out, int64_t in, int32_t format, int64_t* data, int64_t* scales);
+
+/* Packs W [out, in] into w->data and w->scales. Sources by format of w: for fp32, fp32; for bf16, bf16 bits; for MXFP4, codes
+ * [out, in / 2] (low nibble first) with `scales` [out, in / 32]. `unpack` writes the values that w stands for, [out, in] fp32. */
+GNOMON_API void gnomon_matrix_pack(const void* source, const uint8_t* scales, const gnomon_matrix* w, int32_t threads);
+GNOMON_API void gnomon_matrix_unpack(const gnomon_matrix* w, float* values, int32_t threads);
+
+/* y = W x per row (plus y when `add`): x [rows, in] and y [rows, out] with rows `x_stride` and `y_stride` floats apart. Inputs of bf16 and
+ * MXFP4 weights are rounded to bf16. A row's result does not depend on the other rows or on `threads`. */
+GNOMON_API void gnomon_matrix_multiply(const gnomon_matrix* w, const float* x, int64_t rows, int64_t x_stride, float* y, int64_t y_stride,
+                                       int32_t add, int32_t threads);
+
+/* Routed experts: y[r] = sum_j weights[r][j] down(situ(gate z[r], up z[r])) of expert ids[r][j]; z, y [rows, latent], ids, weights [rows, k]. */
+GNOMON_API void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
+                                       int64_t k, float* y, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

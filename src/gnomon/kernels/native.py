@@ -34,6 +34,13 @@ _SIGNATURES = {
     "gnomon_situ_backward": [*[_P] * 4, _I64, _I64, _F32, _F32, *[_P] * 4, _I32],
     "gnomon_depth_forward": [_P, _P, *[_I64] * 3, _F32, *[_P] * 3, _I32],
     "gnomon_depth_backward": [*[_P] * 5, *[_I64] * 3, _P, _P, _I32],
+    "gnomon_buffer_allocate": [_I64, _P],
+    "gnomon_buffer_free": [_P, _I64],
+    "gnomon_matrix_bytes": [_I64, _I64, _I32, _P, _P],
+    "gnomon_matrix_pack": [*[_P] * 3, _I32],
+    "gnomon_matrix_unpack": [_P, _P, _I32],
+    "gnomon_matrix_multiply": [_P, _P, _I64, _I64, _P, _I64, _I32, _I32],
+    "gnomon_experts_forward": [*[_P] * 4, _I64, _I64, _P, _I32],
 }
 
 

@@ -1,0 +1,45 @@
+/* Products with packed weight matrices, for inference: the seam on which a layer is built (see gnomon.h for the C interface).
+ *
+ * A matrix W [out, in] stands in panels of 16 outputs, so that outputs lie along the lanes of a vector and inputs follow one another:
+ *   F32    [panel][in][16] floats
+ *   BF16   [panel][in / 2][16][2]: each lane holds inputs 2i and 2i + 1 of its output; an odd `in` is padded with zero
+ *   MXFP4  [panel][in / 8][16] words of 8 codes: bits 4k of a word hold input 2k, bits 16 + 4k hold input 2k + 1;
+ *          scales [panel][in / 32][16] bytes
+ * Outputs beyond `out` are zero weights. The layout is the same for every instruction set.
+ *
+ * Order of sums. An output adds its inputs in one chain, whatever the number of rows, threads or the company of a row: F32 from the first input
+ * to the last; BF16 pair by pair, in a pair the odd input first (as the AVX512-BF16 instruction does); MXFP4 the same over the 32 inputs
+ * of a block in the codes' own values, then one multiply-add of the block's sum by its scale. Products of bf16 values are exact in fp32.
+ */
+#pragma once
+
+#include <cstdint>
+
+#include "gnomon.h"
+#include "pool.h"
+
+namespace gnomon {
+
+enum Format : int32_t { F32 = 0, BF16 = 1, MXFP4 = 2 };
+typedef gnomon_matrix Matrix;   /* data, scales, out, in, format */
+typedef gnomon_experts Experts; /* gate, up, down, count, beta1, beta2 */
+
+const int64_t PANEL = 16; /* outputs of one panel */
+const int64_t BLOCK = 32; /* inputs that share a scale */
+
+/* Bytes of the packed weights and of the packed scales. */
+int64_t data_bytes(const Matrix& w);
+int64_t scale_bytes(const Matrix& w);
+
+/* y[r][0..out) = W x[r], plus y when `add`. x and y are fp32 rows `x_stride` and `y_stride` apart. For BF16 and MXFP4 weights x is rounded to
+ * bf16 once, to nearest even. */
+void multiply(Pool& pool, const Matrix& w, const float* x, int64_t rows, int64_t x_stride, float* y, int64_t y_stride, bool add = false);
+
+/* `count` matrices over the same rows in one parallel region; y[i] has rows of w[i]->out. All have one `in`. */
+void multiply_many(Pool& pool, const Matrix* const* w, float* const* y, int64_t count, const float* x, int64_t rows, int64_t x_stride);
+
+/* Routed experts: y[r] = sum_j weights[r][j] down_e(situ(gate_e z_r, up_e z_r)) with e = ids[r][j], summed in the order of j.
+ * z, y [rows, latent]; ids, weights [rows, k]. The intermediate is rounded to bf16 as every input of a product is. */
+void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, const float* weights, int64_t rows, int64_t k, float* y);
+
+}  // namespace gnomon
