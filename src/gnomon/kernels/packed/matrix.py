@@ -92,7 +92,7 @@ class PackedMatrix:
     def of_mxfp4(cls, packed: Tensor, scale: Tensor, buffer: WeightBuffer | None = None) -> "PackedMatrix":
         """From stored codes `[out, inner / 2]` and scale bytes `[out, inner / 32]`, both uint8."""
         if packed.ndim != 2 or packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
-            raise KernelError(f"packed weights: codes {tuple(packed.shape)} in {packed.dtype}, scales in {scale.dtype}; matrices of uint8 expected")
+            raise KernelError(f"packed weights: codes {tuple(packed.shape)} {packed.dtype}, scales {scale.dtype}; uint8 matrices expected")
         out, inner = packed.shape[0], packed.shape[1] * 2
         if inner % BLOCK or scale.shape != (out, inner // BLOCK):
             raise KernelError(f"packed weights: codes {tuple(packed.shape)} need scales {(out, inner // BLOCK)}, got {tuple(scale.shape)}")
@@ -123,7 +123,7 @@ class PackedExperts:
         shape = (self.gate[0].out, self.gate[0].inner) if self.gate else (0, 0)
         for name, stack, expected in (("gate", self.gate, shape), ("up", self.up, shape), ("down", self.down, shape[::-1])):
             if len(stack) != len(self.gate) or any((w.out, w.inner) != expected for w in stack):
-                raise KernelError(f"packed experts: {name} holds {stack}; {len(self.gate)} matrices of {expected[0]} x {expected[1]} expected")
+                raise KernelError(f"packed experts: {name} holds {stack}; expected {len(self.gate)} of {expected[0]} x {expected[1]}")
         self.inner, self.latent = shape
         if not native.unavailable():
             self._arrays = [(MatrixView * len(stack))(*(w.view for w in stack)) for stack in (self.gate, self.up, self.down)]
