@@ -134,6 +134,14 @@ GNOMON_API void gnomon_matrix_multiply(const gnomon_matrix* w, const float* x, i
 GNOMON_API void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
                                        int64_t k, float* y, int32_t threads);
 
+/* Latent attention over pages (attention.h): q [N, heads, nope + rope], pages [P, page_tokens, latent + rope], kv_b
+ * [heads, nope + value, latent], table [S, table_width], past [S], bounds [S + 1], out [N, heads, value]. Formats: 0 fp32, 1 bf16;
+ * page_format and weight_format are those of the arrays, `format` that of the products' operands. */
+GNOMON_API void gnomon_latent_attention(const float* q, const void* pages, int32_t page_format, int64_t page_tokens, const void* kv_b,
+                             int32_t weight_format, int32_t format, const int32_t* table, int64_t table_width, const int64_t* past,
+                             const int64_t* bounds, int64_t sequences, int64_t heads, int64_t nope, int64_t rope, int64_t value,
+                             int64_t latent, float scale, float* out, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

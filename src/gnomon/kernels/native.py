@@ -41,6 +41,7 @@ _SIGNATURES = {
     "gnomon_matrix_unpack": [_P, _P, _I32],
     "gnomon_matrix_multiply": [_P, _P, _I64, _I64, _P, _I64, _I32, _I32],
     "gnomon_experts_forward": [*[_P] * 4, _I64, _I64, _P, _I32],
+    "gnomon_latent_attention": [_P, _P, _I32, _I64, _P, _I32, _I32, _P, _I64, _P, _P, *[_I64] * 6, _F32, _P, _I32],
 }
 
 

@@ -94,6 +94,63 @@ def absorbed(
     return torch.einsum("bthc,hvc->bthv", context.to(kv_b.dtype), kv_b[:, nope:])
 
 
+def paged(
+    q: Float[Tensor, "N H Q"],
+    pages: Float[Tensor, "P page cr"],
+    kv_b: Float[Tensor, "H nv c"],
+    table: Int[Tensor, "S M"],
+    past: Int[Tensor, " S"],
+    cu_seqlens: Int[Tensor, " S1"],
+    scale: float,
+) -> Float[Tensor, "N H v"]:
+    """`absorbed` for sequences that bring any number of new tokens each and whose cached rows lie scattered over pages.
+
+    Sequence s brings the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]`; `past[s]` rows stand before theirs. Its position p is row
+    p % page of page `table[s, p // page]`, and the rows of the new tokens are there already. What other rows hold never matters.
+    Computes in fp32 (fp64 for fp64 queries) from the values as stored; the result has the dtype of `q`.
+    Raises `KernelError` for borders, lengths or pages that do not fit.
+    """
+    check_paged(q, pages, kv_b, table, past, cu_seqlens)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    latent, out = kv_b.shape[-1], []
+    nope = q.shape[-1] - (pages.shape[-1] - latent)
+    for sequence, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        if stop > start:
+            length = int(past[sequence]) + stop - start
+            own = table[sequence, : -(-length // pages.shape[1])].long()
+            rows = pages[own].flatten(0, 1)[:length].to(dtype).unsqueeze(0)
+            q_n, q_r = q[start:stop].to(dtype).unsqueeze(0).split([nope, q.shape[-1] - nope], dim=-1)
+            out.append(absorbed(q_n, q_r, rows, kv_b.to(dtype), past.new_tensor([length]), scale)[0])
+    result = torch.cat(out) if out else q.new_empty(0, q.shape[1], kv_b.shape[1] - nope)
+    return result.to(q.dtype)
+
+
+def check_paged(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor, past: Tensor, cu_seqlens: Tensor) -> None:
+    """Refuse inputs outside the contract of `paged`, naming the value."""
+    nope = q.shape[-1] - (pages.shape[-1] - kv_b.shape[-1])
+    if kv_b.shape[0] != q.shape[1] or not 0 <= nope <= min(q.shape[-1], kv_b.shape[1]):
+        raise KernelError(
+            f"paged: q {tuple(q.shape)}, pages {tuple(pages.shape)} and kv_b {tuple(kv_b.shape)} do not fit: the heads agree, a row is "
+            "[latent | shared key], a query [key part | shared key], and kv_b[h] maps the latent to [key part | value]"
+        )
+    borders, before = cu_seqlens.tolist(), past.tolist()
+    if not borders or borders[0] != 0 or borders[-1] != len(q) or any(a > b for a, b in pairwise(borders)):
+        raise KernelError(f"paged: cu_seqlens must rise from 0 to {len(q)}, got {borders}")
+    if not len(borders) - 1 == len(before) == len(table):
+        raise KernelError(f"paged: cu_seqlens has {len(borders) - 1} sequences, past {len(before)}, table {len(table)}")
+    for sequence, ((start, stop), done) in enumerate(zip(pairwise(borders), before, strict=True)):
+        if done < 0:
+            raise KernelError(f"paged: past[{sequence}] is {done}; it counts cached tokens")
+        used = -(-(done + stop - start) // pages.shape[1]) if stop > start else 0
+        if used > table.shape[1]:
+            raise KernelError(
+                f"paged: sequence {sequence} has {done + stop - start} tokens and needs {used} pages of {pages.shape[1]}; "
+                f"table has room for {table.shape[1]}"
+            )
+        if used and not 0 <= int(table[sequence, :used].min()) <= int(table[sequence, :used].max()) < len(pages):
+            raise KernelError(f"paged: table[{sequence}] names pages {table[sequence, :used].tolist()}, but there are {len(pages)}")
+
+
 def document_spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
     """(first, last) of each document that has tokens."""
     borders = cu_seqlens.tolist()

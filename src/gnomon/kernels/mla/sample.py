@@ -16,8 +16,12 @@ def samples(device: str) -> dict[str, tuple[Any, ...]]:
     kv_b = torch.randn(2, 14, 6, generator=draw).to(device)  # key part 8, value part 6
     lengths = torch.tensor([11, 5], device=device)
     scale = 12**-0.5
+    pages = torch.randn(9, 4, 10, generator=draw).to(device)
+    table = torch.tensor([[8, 2, 5], [0, 0, 0], [1, 7, 3]], dtype=torch.int32, device=device)
+    past, news = torch.tensor([9, 0, 4], device=device), torch.tensor([0, 1, 1, 6], device=device)
     return {
         "attention": (q, k, v, scale, borders.to(device)),
         "max_logits": (q, k, scale, borders.to(device)),
         "absorbed": (q_n, q_r, cache, kv_b, lengths, scale),
+        "paged": (q[0, :6], pages, kv_b, table, past, news, scale),
     }
