@@ -3,57 +3,22 @@
 Read next: `report.py`, which puts them on the page.
 """
 
-import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from gnomon.train.canvas import ACCENT, FAINT, INK, STYLE, WARM, canvas, context_length, svg
 from gnomon.train.evaluate import HeldOut
 from gnomon.units import format_count
 
 Rows = Sequence[dict[str, Any]]
 """Rows of `metrics.jsonl`."""
 
-INK, GRID, ACCENT, WARM, FAINT = "#26323f", "#e3e7ec", "#2f6db5", "#c8612b", "#a9bdd6"
 POINTS = 1500  # most points per curve: beyond that a page grows and shows nothing more
-STYLE: Any = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.5,
-    "axes.edgecolor": "#9aa6b2", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.grid": True, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-    "legend.frameon": False,
-}
-
-
-def context_length(tokens: float) -> str:
-    """As context lengths are written: 512, 8K, 1M, in powers of two."""
-    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens >= size and tokens % size == 0:
-            return f"{tokens / size:g}{letter}"
-    return f"{tokens:g}"
-
-
-def _canvas(width: float = 6.2, height: float = 3.1) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The figure as an `<svg>` element whose ids are its own, so that several can share a page."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    opening = r'<svg xmlns:xlink="http://www.w3.org/1999/xlink" \1 style="width:100%;height:auto">'
-    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', opening, text, count=1)
 
 
 def _thin(rows: Rows) -> Rows:
@@ -87,7 +52,7 @@ def _note(axes: Axes, text: str, place: tuple[float, float], **options: Any) -> 
 def loss(rows: Rows) -> str:
     """Training loss by step, with held-out points where there are some."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _canvas(12.6, 3.6)
+        figure, axes = canvas(12.6, 3.6)
         steps, values = np.array([r["step"] for r in rows]), np.array([r["loss"] for r in rows])
         keep = slice(None, None, max(1, len(rows) // POINTS))
         axes.plot(steps[keep], values[keep], color=FAINT, linewidth=0.9, label="each step")
@@ -98,13 +63,13 @@ def loss(rows: Rows) -> str:
         axes.set(xlabel="optimiser step", ylabel="nats per token")
         axes.legend(loc="upper right")
         _mark_stages(axes, rows)
-        return _svg(figure, "loss")
+        return svg(figure, "loss")
 
 
 def curve(rows: Rows, key: str, label: str, *, smooth: bool = False) -> str:
     """One metric by step."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _canvas()
+        figure, axes = canvas()
         steps, values = np.array([r["step"] for r in rows]), np.array([r[key] for r in rows], dtype=float)
         keep = slice(None, None, max(1, len(rows) // POINTS))
         axes.plot(steps[keep], values[keep], color=FAINT if smooth else ACCENT, linewidth=0.9 if smooth else 1.8)
@@ -114,13 +79,13 @@ def curve(rows: Rows, key: str, label: str, *, smooth: bool = False) -> str:
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: format_count(v) if v >= 1000 else f"{v:g}"))
         _mark_stages(axes, rows)
-        return _svg(figure, key)
+        return svg(figure, key)
 
 
 def balance(rows: Rows) -> str:
     """MaxVio of each layer with experts by step."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _canvas()
+        figure, axes = canvas()
         rows = _thin([r for r in rows if r["max_violation_by_layer"]])
         steps, layers = [r["step"] for r in rows], np.array([r["max_violation_by_layer"] for r in rows])
         colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, layers.shape[1]))
@@ -135,7 +100,7 @@ def balance(rows: Rows) -> str:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.legend(loc="upper right")
         _mark_stages(axes, rows)
-        return _svg(figure, "balance")
+        return svg(figure, "balance")
 
 
 def depth_reads(weights: Sequence[tuple[str, Sequence[float]]]) -> str:
@@ -145,7 +110,7 @@ def depth_reads(weights: Sequence[tuple[str, Sequence[float]]]) -> str:
         table = np.full((len(weights), widest), np.nan)
         for row, (_, p) in enumerate(weights):
             table[row, : len(p) - 1], table[row, -1] = p[:-1], p[-1]
-        figure, axes = _canvas(6.2, max(3.1, 0.17 * len(weights) + 0.9))
+        figure, axes = canvas(6.2, max(3.1, 0.17 * len(weights) + 0.9))
         image = axes.imshow(table, aspect="auto", cmap="magma_r", vmin=0, vmax=1, interpolation="nearest")
         axes.set_xticks(range(widest), ["embedding", *(f"block {i}" for i in range(1, widest - 1)), "running sum"], rotation=30, ha="right")
         axes.set_yticks(range(len(weights)), [name for name, _ in weights], fontsize=7.5)
@@ -154,13 +119,13 @@ def depth_reads(weights: Sequence[tuple[str, Sequence[float]]]) -> str:
                 if not np.isnan(value):
                     axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color="white" if value > 0.4 else INK)
         figure.colorbar(image, ax=axes, shrink=0.8, label="mean probability")
-        return _svg(figure, "depth")
+        return svg(figure, "depth")
 
 
 def positions(results: Sequence[HeldOut], trained: int) -> str:
     """Held-out loss by position in the document, one curve per evaluated context length."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _canvas()
+        figure, axes = canvas()
         for index, result in enumerate(r for r in results if r.by_position):
             middle = [(low + high) / 2 for low, high, _, _ in result.by_position]
             colour = (ACCENT, WARM, "#4c8c4a", "#7b559c")[index % 4]
@@ -172,4 +137,4 @@ def positions(results: Sequence[HeldOut], trained: int) -> str:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: context_length(v)))
         axes.legend(loc="best")
-        return _svg(figure, "positions")
+        return svg(figure, "positions")
