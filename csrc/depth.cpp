@@ -5,8 +5,8 @@
 #include <cmath>
 #include <vector>
 
+#include "depth_rows.h"
 #include "gnomon.h"
-#include "lanes.h"
 
 namespace {
 
@@ -28,26 +28,6 @@ struct Read {
     float eps;
 };
 
-/* sum a b and sum b b over `width` values. */
-template <int W>
-INLINE void products(const float* a, const float* b, int64_t width, float* ab, float* bb) {
-    vec<W> x = {}, y = {}, x2 = {}, y2 = {}; /* two chains of additions hide the latency of one */
-    int64_t i = 0;
-    for (; i + 2 * W <= width; i += 2 * W) {
-        const vec<W> v = load<W>(b + i), v2 = load<W>(b + i + W);
-        x += load<W>(a + i) * v;
-        x2 += load<W>(a + i + W) * v2;
-        y += v * v;
-        y2 += v2 * v2;
-    }
-    x += x2;
-    y += y2;
-    float tail_ab = 0.0f, tail_bb = 0.0f;
-    for (; i < width; ++i) tail_ab += a[i] * b[i], tail_bb += b[i] * b[i];
-    *ab = sum<W>(x) + tail_ab;
-    *bb = sum<W>(y) + tail_bb;
-}
-
 /* p[j] = softmax of the token's scores. */
 INLINE void softmax(const Read& r, int64_t token, float* p) {
     float largest = -INFINITY, total = 0.0f;
@@ -61,11 +41,8 @@ template <int W>
 INLINE void forward_body(const Read& r, float* p) {
     for (int64_t j = 0; j < r.count; ++j) {
         for (int64_t token = r.first; token < r.last; ++token) {
-            float inner, square;
-            products<W>(r.query, r.sources[j] + token * r.width, r.width, &inner, &square);
-            const float inverse = 1.0f / std::sqrt(square / static_cast<float>(r.width) + r.eps);
-            r.inverse_rms[j * r.total + token] = inverse;
-            r.scores[j * r.total + token] = inner * inverse;
+            const float* v = r.sources[j] + token * r.width;
+            r.scores[j * r.total + token] = score<W>(r.query, v, r.width, r.eps, r.inverse_rms + j * r.total + token);
         }
     }
     for (int64_t token = r.first; token < r.last; ++token) {

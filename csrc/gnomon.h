@@ -134,6 +134,17 @@ GNOMON_API void gnomon_matrix_multiply(const gnomon_matrix* w, const float* x, i
 GNOMON_API void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
                                        int64_t k, float* y, int32_t threads);
 
+/* The depth read for inference (depth.h), followed by the RMSNorm of weight norm [width] unless that is NULL; mixed may be NULL. */
+GNOMON_API void gnomon_depth_read_norm(const float* const* sources, const float* query, const float* norm, int64_t count, int64_t rows,
+                            int64_t width, float eps, float* mixed, float* out, int32_t threads);
+
+/* Its two phases: queries [count_queries, width] against the bank; then the live sum for one query, from that query's partials. */
+GNOMON_API void gnomon_depth_bank(const float* const* bank, const float* queries, int64_t count_queries, int64_t count, int64_t rows,
+                       int64_t width, float eps, float* largest, float* denominator, float* numerator, int32_t threads);
+GNOMON_API void gnomon_depth_merge_norm(const float* largest, const float* denominator, const float* numerator, const float* live,
+                             const float* query, const float* norm, int64_t rows, int64_t width, float eps, float* mixed, float* out,
+                             int32_t threads);
+
 /* Latent attention over pages (attention.h): q [N, heads, nope + rope], pages [P, page_tokens, latent + rope], kv_b
  * [heads, nope + value, latent], table [S, table_width], past [S], bounds [S + 1], out [N, heads, value]. Formats: 0 fp32, 1 bf16;
  * page_format and weight_format are those of the arrays, `format` that of the products' operands. */

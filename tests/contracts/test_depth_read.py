@@ -189,3 +189,54 @@ def test_two_phases_are_differentiable_in_every_part() -> None:
 def test_refuses_what_does_not_fit(sources: list[tuple[int, ...]], width: int, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         reference.check_sources([torch.zeros(shape) for shape in sources], torch.zeros(width))
+
+
+# ---- inference: with the norm that follows, and in two phases
+
+
+def inference(name: str, operator):
+    """One implementation of an inference operator by name; it skips, with its reason, what it refuses."""
+    module = operator.module(name)
+
+    def checked(*arguments):
+        if name != "reference" and (reason := getattr(module, f"refuse_{operator.name}")(*arguments)) is not None:
+            pytest.skip(f"{name}: {reason}")
+        return getattr(module, operator.name)(*arguments)
+
+    return checked
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize(("count", "width"), [(1, 6), (2, 1), (9, 33), (4, 1024)])
+def test_read_and_norm_are_the_two_one_after_the_other(name: str, count: int, width: int, poisoned) -> None:
+    sources, query = some(count, width=width, dtype=torch.float32)
+    weight = torch.rand(width) + 0.5
+    mixed, normed = inference(name, depth.read_norm)(sources, query, EPS, weight)
+    exact = reference.depth_read([s.double() for s in sources], query.double(), EPS)
+    torch.testing.assert_close(mixed.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+    expected = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    torch.testing.assert_close(normed.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_the_inference_read_is_its_own_for_any_batch_and_threads() -> None:
+    """Large enough to be cut into runs."""
+    sources, weight, query = torch.randn(5, 1, 700, 257), torch.rand(257), torch.randn(257)
+    run = inference("cpu", depth.read_norm)
+    whole = run(list(sources), query, EPS, weight)
+    torch.set_num_threads(2)
+    assert all(torch.equal(a, b) for a, b in zip(whole, run(list(sources), query, EPS, weight), strict=True))
+    torch.set_num_threads(1)
+    some_rows = run(list(sources[:, :, 300:303]), query, EPS, weight)
+    assert all(torch.equal(a[:, 300:303], b) for a, b in zip(whole, some_rows, strict=True))
+
+
+@pytest.mark.parametrize("live_size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("width", [3, 40])
+def test_two_phases_in_fp32_equal_the_direct_read(live_size: float, width: int, poisoned) -> None:
+    bank, query = some(4, width=width, dtype=torch.float32)
+    queries, live = torch.stack((query, -40.0 * query, 0.0 * query)), live_size * torch.randn(2, 3, width)
+    largest, denominator, numerator = inference("cpu", depth.bank_partials)(bank, queries, EPS)
+    for r in range(3):
+        merged = inference("cpu", depth.merge)((largest[r], denominator[r], numerator[r]), live, queries[r], EPS)
+        exact = reference.depth_read([s.double() for s in (*bank, live)], queries[r].double(), EPS)
+        torch.testing.assert_close(merged.double(), exact, rtol=0.0, atol=3e-5 * float(exact.abs().max()))

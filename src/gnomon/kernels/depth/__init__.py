@@ -7,6 +7,7 @@ Read next: `gnomon/model/residuals.py`, which decides what the sources are.
 from gnomon.kernels.operator import Operator
 
 depth_read = Operator("depth", "depth_read", cpu=("cpu",), any=("fused",))
+read_norm = Operator("depth", "read_norm", cpu=("cpu",))
 depth_weights = Operator("depth", "depth_weights")
-bank_partials = Operator("depth", "bank_partials")
-merge = Operator("depth", "merge")
+bank_partials = Operator("depth", "bank_partials", cpu=("cpu",))
+merge = Operator("depth", "merge", cpu=("cpu",))

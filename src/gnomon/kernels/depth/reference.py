@@ -33,6 +33,19 @@ def depth_read(sources: Sequence[Tensor], query: Float[Tensor, "D"], eps: float)
     return (p.unsqueeze(-1) * values).sum(dim=0).to(sources[0].dtype)
 
 
+def read_norm(
+    sources: Sequence[Tensor], query: Float[Tensor, "D"], eps: float, weight: Float[Tensor, "D"]
+) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
+    """`depth_read`, and the RMSNorm of the next sub-layer over it: (the mix, the mix / sqrt(mean mix^2 + eps) times `weight`).
+
+    The norm rounds where `model.layers.RMSNorm` does: to the dtype of the sources before the weight multiplies. One source is its own mix.
+    """
+    check_sources(sources, query)
+    mixed = sources[0] if len(sources) == 1 else depth_read(sources, query, eps)
+    wide = mixed.to(compute_dtype(mixed))
+    return mixed, (wide * _inverse_rms(wide, eps)).to(mixed.dtype) * weight
+
+
 def depth_weights(sources: Sequence[Tensor], query: Float[Tensor, "D"], eps: float) -> Float[Tensor, "B T n"]:
     """The probabilities p of `depth_read`, one per source: what a sub-layer looks at."""
     check_sources(sources, query)

@@ -13,6 +13,7 @@ def samples(device: str) -> dict[str, tuple[Any, ...]]:
     partials = tuple(torch.rand(*shape, generator=draw).to(device) + 1.0 for shape in ((2, 7), (2, 7), (2, 7, 24)))
     return {
         "depth_read": (sources, query, 1e-5),
+        "read_norm": (sources, query, 1e-5, query.abs() + 0.5),
         "depth_weights": (sources, query, 1e-5),
         "bank_partials": (sources, torch.stack((query, -query)), 1e-5),
         "merge": (partials, sources[0], query, 1e-5),
