@@ -11,11 +11,8 @@
 
 #include "gnomon.h"
 #include "kda_columns.h"
+#include "pool.h"
 #include "rows.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace {
 
@@ -42,15 +39,17 @@ struct Call {
 
 /* A block's tokens after the activations, for one head: [BLOCK, width] each, and a whole state as slices. */
 struct Scratch {
-    std::vector<float> memory;
     float *q, *k, *v, *decay, *o, *beta, *state;
-    explicit Scratch(const KDADecode& layer, int64_t slices, int64_t columns) {
-        const int64_t block = BLOCK * layer.width;
-        memory.resize(5 * block + BLOCK + slices * columns * layer.width);
-        q = memory.data();
-        k = q + block, v = k + block, decay = v + block, o = decay + block, beta = o + block, state = beta + BLOCK;
-    }
 };
+
+/* This thread's memory, kept for the next call: at a token per call, asking the system for it would cost more than the work. */
+Scratch scratch_of_thread(const KDADecode& layer, int64_t slices, int64_t columns) {
+    thread_local std::vector<float> memory;
+    const int64_t block = BLOCK * layer.width, needed = 5 * block + BLOCK + slices * columns * layer.width + 16;
+    if (memory.size() < static_cast<size_t>(needed)) memory.resize(needed);
+    float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    return {at, at + block, at + 2 * block, at + 3 * block, at + 4 * block, at + 5 * block, at + 5 * block + BLOCK};
+}
 
 /* The projected inputs at position p of a sequence: an own row, or one of its history. */
 INLINE const float* projected(const Call& call, int64_t s, int64_t p) {
@@ -192,57 +191,39 @@ INLINE void head_body(const Call& call, int64_t s, int64_t h, int64_t part, cons
 }
 DISPATCH(head, (const Call& call, int64_t s, int64_t h, int64_t part, const Scratch& x), (call, s, h, part, x))
 
-void run(Call& call, int threads) {
+void run(Pool& pool, Call& call) {
     const int64_t heads = call.layer.heads, width = call.layer.width, tasks = call.rows.sequences * heads;
     const int64_t columns = lanes_here() * vectors_of(lanes_here(), width);
     call.slices = (width + columns - 1) / columns;
-    call.parts = tasks >= threads ? 1 : call.slices;
-#pragma omp parallel num_threads(threads)
-    {
-        const Scratch scratch(call.layer, call.slices, columns);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks * call.parts; ++task) {
-            const int64_t s = task / (heads * call.parts), h = task / call.parts % heads, part = task % call.parts;
-            head(call, s, h, part, scratch);
-            if (call.inputs && part == 0) record(call, s, h);
-        }
-    }
+    call.parts = tasks >= pool.threads ? 1 : call.slices;
+    parallel(pool, tasks * call.parts, [&](int64_t task, int) {
+        const int64_t s = task / (heads * call.parts), h = task / call.parts % heads, part = task % call.parts;
+        head(call, s, h, part, scratch_of_thread(call.layer, call.slices, columns));
+        if (call.inputs && part == 0) record(call, s, h);
+    });
     if (call.parts == 1) return;
-    for (int64_t task = 0; task < tasks; ++task) {
+    parallel(pool, tasks, [&](int64_t task, int) {
         const int64_t s = task / heads, h = task % heads;
         if (call.rows.out) normalise_rows(call, s, h, 0, call.count(s));
         if (call.commit) keep_history(call, s, h, call.count(s), call.conv(s));
-    }
-}
-
-void commit_rows(const KDADecode& layer, const float* inputs, const int64_t* bounds, int64_t sequences, const int64_t* prefix,
-                 const KDASlots& states, int threads) {
-    const int64_t width = kda_inputs_width(layer), HK = layer.heads * layer.width;
-    const KDARows rows{bounds, sequences, {inputs, width}, {inputs + 3 * HK, width}, {inputs + 4 * HK, width}, {nullptr, 0}, nullptr, 0};
-    const KDACopies none{nullptr, 0, nullptr, nullptr};
-    Call call{layer, rows, states, none, prefix, true, nullptr, 0, 0};
-    run(call, threads);
-}
-
-int default_threads() {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
+    });
 }
 
 }  // namespace
 
-void gnomon::kda_decode(Pool&, const KDADecode& layer, const KDARows& rows, const KDASlots& states, bool commit, const KDACopies& copies,
-                        float* inputs) {
+void gnomon::kda_decode(Pool& pool, const KDADecode& layer, const KDARows& rows, const KDASlots& states, bool commit,
+                        const KDACopies& copies, float* inputs) {
     Call call{layer, rows, states, copies, nullptr, commit, inputs, 0, 0};
-    run(call, default_threads());
+    run(pool, call);
 }
 
-void gnomon::kda_commit(Pool&, const KDADecode& layer, const float* inputs, const int64_t* bounds, int64_t sequences,
+void gnomon::kda_commit(Pool& pool, const KDADecode& layer, const float* inputs, const int64_t* bounds, int64_t sequences,
                         const int64_t* prefix, const KDASlots& states) {
-    commit_rows(layer, inputs, bounds, sequences, prefix, states, default_threads());
+    const int64_t width = kda_inputs_width(layer), HK = layer.heads * layer.width;
+    const KDARows rows{bounds, sequences, {inputs, width}, {inputs + 3 * HK, width}, {inputs + 4 * HK, width}, {nullptr, 0}, nullptr, 0};
+    const KDACopies none{nullptr, 0, nullptr, nullptr};
+    Call call{layer, rows, states, none, prefix, true, nullptr, 0, 0};
+    run(pool, call);
 }
 
 extern "C" void gnomon_kda_decode(const float* conv_weight, const float* a_log, const float* dt_bias, const float* norm, float lower_bound,
@@ -255,13 +236,12 @@ extern "C" void gnomon_kda_decode(const float* conv_weight, const float* a_log, 
     const KDARows rows{bounds, sequences, {projected, 3 * HK}, {decay, HK}, {beta, heads}, {gate, HK}, out, HK};
     const KDASlots states{conv, matrix, slots};
     const KDACopies wanted{copies_at, copies, copies_conv, copies_matrix};
-    Call call{layer, rows, states, wanted, nullptr, commit != 0, inputs, 0, 0};
-    run(call, threads);
+    kda_decode(pool(threads), layer, rows, states, commit != 0, wanted, inputs);
 }
 
 extern "C" void gnomon_kda_commit(const float* conv_weight, const float* a_log, const float* dt_bias, float lower_bound, int64_t heads,
                                   int64_t width, int64_t taps, const float* inputs, const int64_t* bounds, int64_t sequences,
                                   const int64_t* prefix, float* conv, float* matrix, const int64_t* slots, int32_t threads) {
     const KDADecode layer{heads, width, taps, conv_weight, a_log, dt_bias, nullptr, lower_bound, 0.0f};
-    commit_rows(layer, inputs, bounds, sequences, prefix, {conv, matrix, slots}, threads);
+    kda_commit(pool(threads), layer, inputs, bounds, sequences, prefix, {conv, matrix, slots});
 }
