@@ -1,10 +1,10 @@
 /* Products with packed weight matrices, for inference: the seam on which a layer is built (see gnomon.h for the C interface).
  *
- * A matrix W [out, in] stands in panels of 16 outputs, so that outputs lie along the lanes of a vector and inputs follow one another:
- *   F32    [panel][in][16] floats
- *   BF16   [panel][in / 2][16][2]: each lane holds inputs 2i and 2i + 1 of its output; an odd `in` is padded with zero
- *   MXFP4  [panel][in / 8][16] words of 8 codes: bits 4k of a word hold input 2k, bits 16 + 4k hold input 2k + 1;
- *          scales [panel][in / 32][16] bytes
+ * A matrix W [out, in] stands in groups of 64 outputs (the last one narrower, in whole panels of 16), one after another in memory. In a
+ * group of G outputs inputs follow one another and outputs lie along the lanes of vectors, so that a product reads one stream:
+ *   F32    [in][G] floats
+ *   BF16   [in / 2][G][2]: inputs 2i and 2i + 1 of each output; an odd `in` is padded with zero
+ *   MXFP4  [in / 8][G] words of 8 codes: bits 4k of a word hold input 2k, bits 16 + 4k hold input 2k + 1; scales [in / 32][G] bytes
  * Outputs beyond `out` are zero weights. The layout is the same for every instruction set.
  *
  * Order of sums. An output adds its inputs in one chain, whatever the number of rows, threads or the company of a row: F32 from the first input

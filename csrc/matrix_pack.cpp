@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "matrix.h"
+#include "matrix_work.h"
 
 namespace gnomon {
 
@@ -34,54 +34,62 @@ float from_bf16(uint16_t half) {
     return value;
 }
 
-/* Where input i of lane l of a panel stands: bf16 in units of 2 bytes, codes in nibbles. */
-int64_t place_bf16(int64_t i, int64_t lane) { return (i / 2 * PANEL + lane) * 2 + i % 2; }
-int64_t place_code(int64_t i, int64_t lane) { return (i / 8 * PANEL + lane) * 8 + i % 2 * 4 + i % 8 / 2; }
-
 uint8_t nibble(const uint8_t* codes, int64_t at) { return codes[at / 2] >> (at % 2 * 4) & 15; }
 
-void pack_panel(const void* source, const uint8_t* scales, const Matrix& w, int64_t panel) {
-    const int64_t first = panel * PANEL, count = std::min(PANEL, w.out - first), in = w.in;
-    const int64_t bytes = data_bytes(w) / panels(w);
-    char* data = static_cast<char*>(const_cast<void*>(w.data)) + panel * bytes;
-    std::memset(data, 0, bytes);
-    for (int64_t lane = 0; lane < count; ++lane) {
-        const int64_t row = first + lane;
-        if (w.format == F32) {
-            const float* from = static_cast<const float*>(source) + row * in;
-            for (int64_t i = 0; i < in; ++i) reinterpret_cast<float*>(data)[i * PANEL + lane] = from[i];
-        } else if (w.format == BF16) {
-            const uint16_t* from = static_cast<const uint16_t*>(source) + row * in;
-            for (int64_t i = 0; i < in; ++i) reinterpret_cast<uint16_t*>(data)[place_bf16(i, lane)] = from[i];
-        } else {
-            const uint8_t* from = static_cast<const uint8_t*>(source) + row * (in / 2);
-            for (int64_t i = 0; i < in; ++i) {
-                const int64_t at = place_code(i, lane);
-                data[at / 2] = static_cast<char>(data[at / 2] | nibble(from, i) << (at % 2 * 4));
-            }
-        }
+/* One output's place in its group. */
+struct Place {
+    char* data;
+    uint8_t* scales;
+    int64_t lanes, lane;
+
+    Place(const Matrix& w, int64_t row) {
+        const int64_t group = row / GROUP;
+        lanes = (std::min(GROUP, w.out - group * GROUP) + PANEL - 1) / PANEL * PANEL;
+        lane = row % GROUP;
+        data = static_cast<char*>(const_cast<void*>(w.data)) + group * group_bytes(w);
+        scales = w.scales ? const_cast<uint8_t*>(w.scales) + group * GROUP * (w.in / BLOCK) : nullptr;
     }
-    if (w.format != MXFP4) return;
-    const int64_t blocks = in / BLOCK;
-    uint8_t* to = const_cast<uint8_t*>(w.scales) + panel * blocks * PANEL;
-    std::memset(to, 127, blocks * PANEL);
-    for (int64_t lane = 0; lane < count; ++lane)
-        for (int64_t block = 0; block < blocks; ++block) to[block * PANEL + lane] = scales[(first + lane) * blocks + block];
+    float& fp32(int64_t i) const { return reinterpret_cast<float*>(data)[i * lanes + lane]; }
+    uint16_t& bf16(int64_t i) const { return reinterpret_cast<uint16_t*>(data)[(i / 2 * lanes + lane) * 2 + i % 2]; }
+    uint32_t& codes(int64_t i) const { return reinterpret_cast<uint32_t*>(data)[i / 8 * lanes + lane]; }
+    uint8_t& scale(int64_t block) const { return scales[block * lanes + lane]; }
+    static int shift(int64_t i) { return static_cast<int>(i % 8 / 2 * 4 + i % 2 * 16); }
+};
+
+/* Row `row` of the source; rows beyond `out` are zeros. */
+void pack_row(const void* source, const uint8_t* scales, const Matrix& w, int64_t row) {
+    Place place(w, std::min(row, w.out - 1));
+    place.lane = row % GROUP;
+    const bool real = row < w.out;
+    const int64_t in = w.in;
+    if (w.format == F32) {
+        const float* from = static_cast<const float*>(source) + row * in;
+        for (int64_t i = 0; i < in; ++i) place.fp32(i) = real ? from[i] : 0.0f;
+    } else if (w.format == BF16) {
+        const uint16_t* from = static_cast<const uint16_t*>(source) + row * in;
+        for (int64_t i = 0; i < in + in % 2; ++i) place.bf16(i) = real && i < in ? from[i] : 0;
+    } else {
+        const uint8_t* from = static_cast<const uint8_t*>(source) + row * (in / 2);
+        for (int64_t first = 0; first < in; first += 8) {
+            uint32_t word = 0;
+            for (int64_t i = first; real && i < first + 8; ++i) word |= static_cast<uint32_t>(nibble(from, i)) << Place::shift(i);
+            place.codes(first) = word;
+        }
+        for (int64_t block = 0; block < in / BLOCK; ++block) place.scale(block) = real ? scales[row * (in / BLOCK) + block] : 127;
+    }
 }
 
 void unpack_row(const Matrix& w, int64_t row, float* values) {
     static const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-    const int64_t panel = row / PANEL, lane = row % PANEL, bytes = data_bytes(w) / panels(w);
-    const char* data = static_cast<const char*>(w.data) + panel * bytes;
+    const Place from(w, row);
     for (int64_t i = 0; i < w.in; ++i) {
         if (w.format == F32) {
-            values[i] = reinterpret_cast<const float*>(data)[i * PANEL + lane];
+            values[i] = from.fp32(i);
         } else if (w.format == BF16) {
-            values[i] = from_bf16(reinterpret_cast<const uint16_t*>(data)[place_bf16(i, lane)]);
+            values[i] = from_bf16(from.bf16(i));
         } else {
-            const uint8_t code = nibble(reinterpret_cast<const uint8_t*>(data), place_code(i, lane));
-            const float value = code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7];
-            values[i] = value * power_of_two(w.scales[(panel * (w.in / BLOCK) + i / BLOCK) * PANEL + lane]);
+            const uint32_t code = from.codes(i) >> Place::shift(i) & 15;
+            values[i] = (code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7]) * power_of_two(from.scale(i / BLOCK));
         }
     }
 }
@@ -126,7 +134,12 @@ extern "C" void gnomon_matrix_bytes(int64_t out, int64_t in, int32_t format, int
 }
 
 extern "C" void gnomon_matrix_pack(const void* source, const uint8_t* scales, const gnomon_matrix* w, int32_t threads) {
-    gnomon::parallel(gnomon::pool(threads), gnomon::panels(*w), [&](int64_t panel, int) { gnomon::pack_panel(source, scales, *w, panel); });
+    /* Neighbouring lanes share words of memory, so one thread packs a whole group. */
+    const int64_t rows = gnomon::panels(*w) * gnomon::PANEL;
+    gnomon::parallel(gnomon::pool(threads), (rows + gnomon::GROUP - 1) / gnomon::GROUP, [&](int64_t group, int) {
+        const int64_t first = group * gnomon::GROUP, last = std::min(first + gnomon::GROUP, rows);
+        for (int64_t row = first; row < last; ++row) gnomon::pack_row(source, scales, *w, row);
+    });
 }
 
 extern "C" void gnomon_matrix_unpack(const gnomon_matrix* w, float* values, int32_t threads) {

@@ -1,0 +1,83 @@
+/* Packed products with AVX2 and FMA: half the lanes and half the registers of csrc/matrix_v4.cpp, the same sums. */
+#include "lanes.h"
+#include "matrix_kernels.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#define TARGET __attribute__((target("arch=x86-64-v3")))
+
+namespace gnomon {
+
+namespace {
+
+alignas(32) const float MAGNITUDES[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+
+struct Set {
+    typedef __m256 Sum;
+    struct Pair { __m256 even, odd; };
+    typedef const float* Both;
+    typedef float Input;
+    static const int LANES = 8, ROWS = 4, DECODED_BYTES = 8, CHUNK = 8, DIRECT_ROWS = 4;
+    static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
+
+    TARGET static INLINE Sum zero() { return _mm256_setzero_ps(); }
+    TARGET static INLINE Sum load(const float* p) { return _mm256_loadu_ps(p); }
+    TARGET static INLINE Sum broadcast(float x) { return _mm256_set1_ps(x); }
+    TARGET static INLINE Sum multiply_add(Sum a, Sum b, Sum c) { return _mm256_fmadd_ps(a, b, c); }
+    TARGET static INLINE Pair pair(const char* p) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)),
+                _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000))))};
+    }
+    TARGET static INLINE Pair decoded(const char* p) {
+        return {_mm256_load_ps(reinterpret_cast<const float*>(p)), _mm256_load_ps(reinterpret_cast<const float*>(p) + 8)};
+    }
+    TARGET static INLINE void keep(char* p, Pair w) {
+        _mm256_store_ps(reinterpret_cast<float*>(p), w.even);
+        _mm256_store_ps(reinterpret_cast<float*>(p) + 8, w.odd);
+    }
+    /* The lowest code of each word: its low three bits pick the magnitude, the fourth becomes the sign. */
+    TARGET static INLINE __m256 value(__m256i words) {
+        const __m256 size = _mm256_permutevar8x32_ps(_mm256_load_ps(MAGNITUDES), words);
+        const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(words, 3), 31);
+        return _mm256_or_ps(size, _mm256_castsi256_ps(sign));
+    }
+    TARGET static INLINE Pair decode(const char* p, int k) {
+        const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return {value(_mm256_srli_epi32(words, 4 * k)), value(_mm256_srli_epi32(words, 16 + 4 * k))};
+    }
+    TARGET static INLINE Both both(const Input* x) { return x; }
+    TARGET static INLINE Sum add_pair(Sum sum, Pair w, Both x) {
+        return _mm256_fmadd_ps(w.even, _mm256_set1_ps(x[0]), _mm256_fmadd_ps(w.odd, _mm256_set1_ps(x[1]), sum));
+    }
+    TARGET static INLINE Sum scale(const uint8_t* p) {
+        const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+        const __m256i bits = _mm256_max_epu32(_mm256_slli_epi32(e, 23), _mm256_set1_epi32(0x00400000));
+        const __m256i nan = _mm256_cmpeq_epi32(e, _mm256_set1_epi32(255));
+        return _mm256_castsi256_ps(_mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), nan));
+    }
+    TARGET static INLINE void write(float* y, int64_t count, Sum sum, bool add) {
+        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count < 8 ? static_cast<int>(count) : 8), lane);
+        if (add) sum = _mm256_add_ps(_mm256_maskload_ps(y, some), sum);
+        _mm256_maskstore_ps(y, some, sum);
+    }
+    TARGET static INLINE void round(const float* x, Input* to) {
+        const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(x)), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const __m256i nearest = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+        const __m256 nan = _mm256_cmp_ps(_mm256_castsi256_ps(bits), _mm256_castsi256_ps(bits), _CMP_UNORD_Q);
+        const __m256i kept = _mm256_blendv_epi8(nearest, quiet, _mm256_castps_si256(nan));
+        _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_and_si256(kept, _mm256_set1_epi32(static_cast<int>(0xffff0000)))));
+    }
+};
+
+#include "matrix_tile.h"
+
+}  // namespace
+
+const Kernels kernels_v3 = kernels<Set>("x86-64-v3");
+
+}  // namespace gnomon
+#endif
