@@ -153,6 +153,8 @@ GNOMON_API void gnomon_latent_attention(const float* q, const void* pages, int32
                              const int64_t* bounds, int64_t sequences, int64_t heads, int64_t nope, int64_t rope, int64_t value,
                              int64_t latent, float scale, float* out, int32_t threads);
 
+#include "training.h"
+
 #ifdef __cplusplus
 }
 #endif

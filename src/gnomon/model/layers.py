@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gnomon.kernels import gated_norm, situ
+from gnomon.kernels import gated_norm, linear, situ
 
 LATENT_EPS = 1e-6
 """Epsilon of the two MLA latent norms: the released class's own default, not `rms_norm_eps`."""
@@ -27,7 +27,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*N inputs"]) -> Float[Tensor, "*N out"]:
         """Apply the map in the type of the activation."""
-        return functional.linear(x, self.weight.to(x.dtype))
+        return together(x, self)[0]
+
+
+def together(x: Float[Tensor, "*N inputs"], *maps: Linear) -> tuple[Float[Tensor, "*N _"], ...]:
+    """Several maps of one input, which run as one where the operator can; under autocast in its type."""
+    if torch.is_autocast_enabled(x.device.type):
+        return tuple(functional.linear(x, each.weight.to(x.dtype)) for each in maps)
+    return linear.linears(x, [each.weight for each in maps])
 
 
 class RMSNorm(nn.Module):
@@ -55,7 +62,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
         """Apply the feed-forward to each token."""
-        return self.down_proj(situ.situ_glu(self.gate_proj(x), self.up_proj(x), *self.caps))
+        return self.down_proj(situ.situ_glu(*together(x, self.gate_proj, self.up_proj), *self.caps))
 
 
 def initialise(module: nn.Module, seed: int, std: float) -> None:

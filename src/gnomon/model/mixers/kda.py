@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gnomon.kernels import gated_norm, kda, short_conv
-from gnomon.model.layers import Linear
+from gnomon.model.layers import Linear, together
 from gnomon.model.parts import KDAConfig
 from gnomon.model.state import KDAState
 
@@ -123,16 +123,16 @@ class Mixer(nn.Module):
         heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
         before = (None, None, None) if history is None else history.chunk(3, dim=-1)
         mixed, kept = [], []
-        for name, past in zip("qkv", before, strict=True):
-            projected = getattr(self, f"{name}_proj")(x)
+        *streams, decay, beta = together(x, self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
+        for name, projected, past in zip("qkv", streams, before, strict=True):
             past = self.exchange.history(projected, past, cu_seqlens)
             y, new = getattr(self, f"{name}_conv1d")(projected, past, cu_seqlens)
             mixed.append(y.view(heads))
             kept.append(new)
         q, k = kda.prepare(mixed[0], mixed[1])
-        z = (self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias).view(heads)
+        z = (self.f_b_proj(decay).float() + self.dt_bias).view(heads)
         g = kda.decay(z, self.A_log, self.config.gate_lower_bound)
-        beta = torch.sigmoid(self.b_proj(x).float())
+        beta = torch.sigmoid(beta.float())
         return KDAInputs(q=q, k=k, v=mixed[2], g=g, beta=beta, history=torch.cat(kept, dim=-1))
 
     def output(self, x: Float[Tensor, "B T D"], o: Float[Tensor, "B T H V"]) -> Float[Tensor, "B T D"]:
