@@ -30,7 +30,7 @@ float element(const void* values, int32_t format, int64_t i) {
 }
 
 int64_t place(const LatentBatch& b, const LatentPages& pages, int64_t sequence, int64_t position) {
-    return b.table[sequence * b.table_width + position / pages.page_tokens] * pages.page_tokens + position % pages.page_tokens;
+    return b.table[sequence * b.table_width + position / pages.page_tokens] * pages.page_rows + position % pages.page_tokens;
 }
 
 }  // namespace
@@ -99,6 +99,6 @@ extern "C" void gnomon_latent_attention(const float* q, const void* pages, int32
     const gnomon::LatentShape shape{heads, nope, rope, value, latent, scale};
     std::vector<char> packed(gnomon::latent_weights_bytes(shape, format));
     gnomon::pack_latent_weights(shape, kv_b, weight_format, format, packed.data());
-    gnomon::latent_attention(gnomon::pool(threads), shape, {packed.data(), format}, {const_cast<void*>(pages), page_tokens, page_format},
+    gnomon::latent_attention(gnomon::pool(threads), shape, {packed.data(), format}, {const_cast<void*>(pages), page_tokens, page_tokens, page_format},
                              {sequences, table_width, table, past, bounds}, q, out);
 }

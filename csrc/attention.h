@@ -28,10 +28,11 @@ struct LatentWeights {
 int64_t latent_weights_bytes(const LatentShape&, int32_t format);
 void pack_latent_weights(const LatentShape&, const void* kv_b, int32_t source_format, int32_t format, void* packed);
 
-/* One layer's cache: rows [pages, page_tokens, latent + rope] of F32 or BF16. */
+/* One layer's cache: rows [pages, page_tokens, latent + rope] of F32 or BF16; page p begins page_rows rows after page p - 1 (pages of other
+ * layers may lie between). */
 struct LatentPages {
     void* rows;
-    int64_t page_tokens;
+    int64_t page_tokens, page_rows;
     int32_t format;
 };
 

@@ -153,6 +153,28 @@ GNOMON_API void gnomon_latent_attention(const float* q, const void* pages, int32
                              const int64_t* bounds, int64_t sequences, int64_t heads, int64_t nope, int64_t rope, int64_t value,
                              int64_t latent, float scale, float* out, int32_t threads);
 
+/* A whole model for inference; csrc/layer.h has the structures `model`, `pools` and `rows` (gnomon::Model, Pools, Rows) field by field.
+ * `sizes` receives what sizeof says of Layer, Model, Pools and Rows, for the other side to compare. */
+GNOMON_API void gnomon_model_sizes(int64_t* sizes);
+
+/* Bytes of scratch memory that gnomon_model_forward needs for these rows, `total` of them. Bounded, however long a sequence is. */
+GNOMON_API void gnomon_model_arena(const void* model, const void* rows, int64_t total, int64_t* bytes);
+
+/* Rows of any number of sequences through all layers: states in `pools` are read and advanced, hidden [wanted, D] receives what the head
+ * sees of the wanted rows, logits [wanted, vocabulary] (or NULL) what it says. A row's result depends on its own sequence alone. */
+GNOMON_API void gnomon_model_forward(const void* model, const void* pools, const void* rows, float* hidden, float* logits, void* arena,
+                                     int32_t threads);
+
+/* Advances the KDA states of held sequences by their first prefix[s] tokens, of which a call before wrote the record; sequence s is the
+ * record's rows bounds[s] to bounds[s + 1]. */
+GNOMON_API void gnomon_model_advance(const void* model, const void* pools, const float* record, const int64_t* bounds,
+                                     const int64_t* prefix, const int64_t* slots, int64_t sequences, int32_t threads);
+
+/* Bytes of kv_b [heads, nope + value, latent] as latent attention reads it, and kv_b (fp32, or bf16 bits for format 1) brought into that
+ * form. `shape` is gnomon::LatentShape, `weights` gnomon::LatentWeights (csrc/attention.h). */
+GNOMON_API void gnomon_latent_weights_bytes(const void* shape, int32_t format, int64_t* bytes);
+GNOMON_API void gnomon_latent_weights_pack(const void* shape, const void* kv_b, const void* weights);
+
 #include "training.h"
 
 #ifdef __cplusplus

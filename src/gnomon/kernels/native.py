@@ -48,6 +48,12 @@ _SIGNATURES = {
     "gnomon_depth_bank": [*[_P] * 2, *[_I64] * 4, _F32, *[_P] * 3, _I32],
     "gnomon_depth_merge_norm": [*[_P] * 6, *[_I64] * 2, _F32, *[_P] * 2, _I32],
     "gnomon_latent_attention": [_P, _P, _I32, _I64, _P, _I32, _I32, _P, _I64, _P, _P, *[_I64] * 6, _F32, _P, _I32],
+    "gnomon_model_sizes": [_P],
+    "gnomon_model_arena": [_P, _P, _I64, _P],
+    "gnomon_model_forward": [*[_P] * 6, _I32],
+    "gnomon_model_advance": [*[_P] * 6, _I64, _I32],
+    "gnomon_latent_weights_bytes": [_P, _I32, _P],
+    "gnomon_latent_weights_pack": [_P, _P, _P],
 }
 
 

@@ -49,7 +49,7 @@ class Operator:
             return run(*args, **kwargs)
 
     def _choose(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        if not _reference_forced():
+        if not reference_forced():
             for module in self.candidates.get(device, self._other_devices):
                 run, refuse = self._candidate(module)
                 if refuse(*args, **kwargs) is None:
@@ -69,7 +69,7 @@ class Operator:
 
     def choices(self, *args: Any, **kwargs: Any) -> list[tuple[str, str | None]]:
         """Each candidate for these inputs in order with its refusal (`None`: it would run), the reference last."""
-        forced = f"{FORCE}=reference is set" if _reference_forced() else None
+        forced = f"{FORCE}=reference is set" if reference_forced() else None
         rows: list[tuple[str, str | None]] = []
         for module in self.candidates.get(_device(args, kwargs), self._other_devices):
             rows.append((module, forced or self._candidate(module)[1](*args, **kwargs)))
@@ -99,7 +99,8 @@ def needs_grad(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
-def _reference_forced() -> bool:
+def reference_forced() -> bool:
+    """Whether the environment asks for the references everywhere."""
     value = os.environ.get(FORCE, "auto")
     if value not in ("auto", "reference"):
         raise ConfigError(f"environment variable {FORCE}={value!r}: expected 'auto' or 'reference'")

@@ -4,7 +4,7 @@ Serving many requests at once is the engine's work; this is the plain loop it mu
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gnomon.config import setting
 from gnomon.errors import ConfigError
+from gnomon.model.inference import InferenceModel
 from gnomon.model.transformer import Transformer
 
 
@@ -37,7 +38,9 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(model: Transformer, prompt: list[int], sampling: Sampling, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+def generate(
+    model: Transformer | InferenceModel, prompt: list[int], sampling: Sampling, stop: frozenset[int] = frozenset()
+) -> Iterator[int]:
     """Yield token ids after `prompt` until one of `stop` (not yielded) or `max_tokens`.
 
     Raises `ConfigError` for an empty prompt or an id outside the vocabulary.
@@ -46,17 +49,24 @@ def generate(model: Transformer, prompt: list[int], sampling: Sampling, stop: fr
     if not prompt or outside:
         problem = f"has ids outside the vocabulary: {outside[:5]}" if prompt else "is empty; give at least one token"
         raise ConfigError(f"prompt {problem}")
-    device = model.model.embed_tokens.weight.device
-    random = torch.Generator(device).manual_seed(sampling.seed)
-    states = model.new_states(1, len(prompt) + sampling.max_tokens)
-    tokens = torch.tensor([prompt], device=device)
+    capacity = len(prompt) + sampling.max_tokens
+    extend = model.continuation(capacity).extend if isinstance(model, InferenceModel) else _extend(model, capacity)
+    random: torch.Generator | None = None
+    tokens = prompt
     for _ in range(sampling.max_tokens):
-        logits = model(tokens, states=states, last_only=True)[0, -1]
+        logits = extend(tokens)
+        random = random or torch.Generator(logits.device).manual_seed(sampling.seed)
         token = draw(logits.float(), sampling, random)
         if token in stop:
             return
         yield token
-        tokens = torch.tensor([[token]], device=device)
+        tokens = [token]
+
+
+def _extend(model: Transformer, capacity: int) -> Callable[[list[int]], Tensor]:
+    """A sequence of its own: tokens to the logits that follow them."""
+    device, states = model.model.embed_tokens.weight.device, model.new_states(1, capacity)
+    return lambda tokens: model(torch.tensor([tokens], device=device), states=states, last_only=True)[0, -1]
 
 
 def draw(logits: Float[Tensor, "V"], sampling: Sampling, random: torch.Generator) -> int:

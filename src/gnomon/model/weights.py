@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gnomon.errors import CheckpointError
 from gnomon.kernels import mxfp
 from gnomon.model import huggingface, tensorfile
+from gnomon.model.config import ModelConfig
 from gnomon.model.parts import A_LOG_PADDING, MX_BLOCK
 from gnomon.model.tensorfile import Planned, Stored
 from gnomon.model.transformer import Transformer
@@ -64,6 +65,10 @@ class Slot:
     expert: int | None = None
 
 
+Match = tuple[Slot, tuple[Stored, ...]]
+"""A slot and what fills it: one stored tensor, or the codes and scales of packed weights."""
+
+
 def slots(model: Transformer) -> Iterator[Slot]:
     """The released layout of a model in order, routed experts one by one; works on the meta device."""
     prefix = PREFIX[model.config.family]
@@ -86,13 +91,7 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
     """
     folder = Path(folder)
     table = _read_json(folder / "config.json")
-    config = huggingface.to_model_config(table)
-    with torch.device("meta"):
-        model = Transformer(config)
-    found, problems = _headers(folder)
-    plan, untouched = _match(model, found, problems)
-    if problems:
-        raise CheckpointError(_report(folder, problems))
+    model, plan, untouched = _plan(folder, table)
     bulk = dtype or _dtype(table)
     total = sum(stored.stop - stored.start for _, parts in plan for stored in parts)
     with tensorfile.progress_bar(f"reading {folder.name}", total) as advance:
@@ -102,6 +101,27 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
     model.untouched = {name: stored.read() for name, stored in untouched.items()}
     model.untouched_config = huggingface.carried(table)
     return model
+
+
+def stored_layout(folder: str | Path) -> tuple[ModelConfig, list[Match]]:
+    """The model of a checkpoint and where each of its tensors is stored, all headers checked and nothing read yet.
+
+    Raises `CheckpointError` as `load_pretrained` does.
+    """
+    folder = Path(folder)
+    model, plan, _ = _plan(folder, _read_json(folder / "config.json"))
+    return model.config, plan
+
+
+def _plan(folder: Path, table: dict[str, Any]) -> tuple[Transformer, list[Match], dict[str, Stored]]:
+    """The model without values, where its tensors are stored, and the vision tensors."""
+    with torch.device("meta"):
+        model = Transformer(huggingface.to_model_config(table))
+    found, problems = _headers(folder)
+    plan, untouched = _match(model, found, problems)
+    if problems:
+        raise CheckpointError(_report(folder, problems))
+    return model, plan, untouched
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -141,9 +161,6 @@ def _headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         problems += [f"duplicate {name} in {found[name].path.name} and {file}" for name in entries if name in found]
         found |= entries
     return found, problems
-
-
-Match = tuple[Slot, tuple[Stored, ...]]
 
 
 def _match(model: Transformer, found: dict[str, Stored], problems: list[str]) -> tuple[list[Match], dict[str, Stored]]:
@@ -226,11 +243,12 @@ def _materialise(model: Transformer, group: list[Match], dtype: torch.dtype | No
     own = torch.float32 if kept else dtype or (stored if len(parts) == 1 else bulk)
     new = torch.empty(old.shape, dtype=own, device=device)
     for slot, parts in group:
-        _read(slot, parts, new if slot.expert is None else new[slot.expert])
+        read(slot, parts, new if slot.expert is None else new[slot.expert])
     setattr(module, leaf, nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new)
 
 
-def _read(slot: Slot, parts: tuple[Stored, ...], out: Tensor) -> None:
+def read(slot: Slot, parts: tuple[Stored, ...], out: Tensor) -> None:
+    """Fill `out` with the values of a slot, converted to its type."""
     if len(parts) == 2:
         _read_packed(slot.name, parts, out)
     elif slot.name.endswith("A_log"):
@@ -243,10 +261,16 @@ def _read(slot: Slot, parts: tuple[Stored, ...], out: Tensor) -> None:
         parts[0].read_into(out)
 
 
-def _read_packed(name: str, parts: tuple[Stored, ...], out: Tensor) -> None:
+def read_codes(name: str, parts: tuple[Stored, ...]) -> tuple[Tensor, Tensor]:
+    """The MXFP4 codes and scales of packed weights as they are stored."""
     packed, scale = (part.read() for part in parts)
     if bool((scale == 255).any()):
         raise CheckpointError(f"{name}_scale: holds the byte 255, which stands for not-a-number")
+    return packed, scale
+
+
+def _read_packed(name: str, parts: tuple[Stored, ...], out: Tensor) -> None:
+    packed, scale = read_codes(name, parts)
     rows = max(1, tensorfile.PIECE // 4 // out.shape[1])
     for first in range(0, out.shape[0], rows):
         part = slice(first, first + rows)

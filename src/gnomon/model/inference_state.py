@@ -1,0 +1,180 @@
+"""What sequences keep between calls of an inference model, in pools: a slot of KDA states and pages of latents for each.
+
+A slot is one sequence's state in all KDA layers, side by side, so that it can be copied, kept or written to disk as one piece; a page is
+the latents of `page_tokens` tokens in all MLA layers. Who owns which slot and page is the caller's business: sequences may share pages
+of a common past, and a slot may hold a state that nobody advances (a checkpoint). Read next: `inference.py`.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from gnomon.errors import ConfigError
+from gnomon.model import inference_layout as layout
+from gnomon.model.config import ModelConfig
+
+STRETCH = 512
+"""Longest stretch of one sequence that a pass takes (`CUT` in csrc/layer_model.cpp); held sequences bring at most as many tokens."""
+
+_KINDS = (("tokens", torch.int64, 1), ("embeddings", torch.float32, 2), ("bounds", torch.int64, 1), ("past", torch.int64, 1),
+          ("slots", torch.int64, 1), ("pages", torch.int32, 2), ("wanted", torch.int64, 1), ("copies", torch.int64, 2))
+
+
+class StatePool:
+    """Memory for states: `matrices` [slots, layers, H, K, K] and `conv` [slots, layers, W-1, 3·H·K] in fp32, and latents.
+
+    `latents` [pages, layers, page_tokens, C+R] are fp32 or bf16. Nothing is cleared: a sequence without a past starts from zeros whatever
+    its slot held.
+    """
+
+    def __init__(self, config: ModelConfig, slots: int, pages: int, page_tokens: int = 64, dtype: torch.dtype = torch.float32):
+        if slots < 1 or pages < 0 or page_tokens < 1:
+            raise ConfigError(f"a pool of {slots} slots and {pages} pages of {page_tokens} tokens cannot hold a sequence; ask for more")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"'dtype' of latents is {dtype}; use torch.float32 or torch.bfloat16")
+        kda, mla = config.mixers.get("kda"), config.mixers.get("mla")
+        layers = config.layers.count("kda")
+        heads, width, taps = (kda.num_heads, kda.head_dim, kda.short_conv_kernel_size) if kda is not None else (0, 0, 1)
+        row = 0 if mla is None else mla.cached_values_per_token()
+        self.matrices = torch.empty(slots, layers, heads, width, width)
+        self.conv = torch.empty(slots, layers, taps - 1, 3 * heads * width)
+        self.latents = torch.empty(pages, config.layers.count("mla"), page_tokens, row, dtype=dtype)
+        self.slots, self.pages, self.page_tokens = slots, pages, page_tokens
+        form = layout.F32 if dtype == torch.float32 else layout.BF16
+        self.structure = layout.Pools(self.matrices.data_ptr(), self.conv.data_ptr(), self.latents.data_ptr(), form, page_tokens)
+        self.address = ctypes.addressof(self.structure)
+
+    def copy(self, source: int, target: int) -> None:
+        """Make slot `target` equal to slot `source`: what forking a sequence needs beside sharing its pages."""
+        for slot in (source, target):
+            if not 0 <= slot < self.slots:
+                raise ConfigError(f"slot {slot} does not exist; the pool has {self.slots}")
+        self.matrices[target] = self.matrices[source]
+        self.conv[target] = self.conv[source]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Make page `target` equal to page `source`: before writing to a page that another sequence shares."""
+        for page in (source, target):
+            if not 0 <= page < self.pages:
+                raise ConfigError(f"page {page} does not exist; the pool has {self.pages}")
+        self.latents[target] = self.latents[source]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return (self.matrices.nbytes + self.conv.nbytes) // self.slots
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.latents.nbytes // max(self.pages, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRows:
+    """The new tokens of any number of sequences, end to end, and where each sequence's past is.
+
+    Sequence s brings rows `bounds[s]:bounds[s+1]` (one, thousands, or none) after `past[s]` earlier tokens; its state is in slot
+    `slots[s]`, its position p in page `pages[s, p // page_tokens]`. `embeddings` replaces the look-up of `tokens`. `wanted` names the rows
+    whose results are returned, ascending (default: the last row of each sequence that brings any). `copies` lists (sequence, new tokens
+    seen, slot): the state after so many new tokens is copied into that slot on the way. The last `held` sequences are read but not
+    advanced, for drafts whose acceptance is not known yet: `InferenceModel.advance` moves them on by any prefix later.
+    """
+
+    tokens: Tensor | None = None  # [N] int64
+    embeddings: Tensor | None = None  # [N, D] fp32
+    bounds: Tensor  # [S+1] int64
+    past: Tensor  # [S] int64
+    slots: Tensor  # [S] int64
+    pages: Tensor  # [S, P] int32
+    wanted: Tensor | None = None  # [W] int64
+    copies: Tensor | None = None  # [C, 3] int64
+    held: int = 0
+
+    def last_rows(self) -> Int[Tensor, "W"]:
+        """The last row of each sequence that brings any."""
+        return self.bounds[1:][self.bounds[1:] > self.bounds[:-1]] - 1
+
+    def check(self, config: ModelConfig, pool: StatePool) -> None:
+        """Raise `ConfigError` for rows that do not fit together, the model or the pool, naming field and value."""
+        self._check_types(config)
+        bounds, past, slots = self.bounds.tolist(), self.past.tolist(), self.slots.tolist()
+        count = self._count()
+        if not bounds or bounds[0] != 0 or bounds[-1] != count or any(a > b for a, b in pairwise(bounds)):
+            raise ConfigError(f"'bounds' must rise from 0 to the {count} rows, got {bounds}")
+        sequences = len(bounds) - 1
+        for name, rows in (("past", past), ("slots", slots), ("pages", self.pages)):
+            if len(rows) != sequences:
+                raise ConfigError(f"'{name}' has {len(rows)} entries for {sequences} sequences")
+        if not 0 <= self.held <= sequences:
+            raise ConfigError(f"'held' is {self.held}; there are {sequences} sequences")
+        if any(b - a > STRETCH for a, b in list(pairwise(bounds))[sequences - self.held:]):
+            raise ConfigError(f"a held sequence brings more than {STRETCH} tokens; advance it in between")
+        if min(past, default=0) < 0:
+            raise ConfigError(f"'past' counts earlier tokens and cannot be negative, got {past}")
+        if slots and not 0 <= min(slots) <= max(slots) < pool.slots:
+            raise ConfigError(f"'slots' names {slots}; the pool has {pool.slots}")
+        self._check_copies(bounds, pool)
+        written = slots + ([] if self.copies is None else self.copies[:, 2].tolist())
+        if len(set(written)) < len(written):
+            raise ConfigError(f"'slots' and 'copies' name a slot twice: {written}; two states cannot be in one place")
+        if pool.latents.shape[1]:
+            self._check_pages(bounds, past, pool)
+
+    def _count(self) -> int:
+        rows = self.tokens if self.embeddings is None else self.embeddings
+        assert rows is not None
+        return len(rows)
+
+    def _check_types(self, config: ModelConfig) -> None:
+        if (self.tokens is None) == (self.embeddings is None):
+            raise ConfigError("give either 'tokens' or 'embeddings'")
+        for name, dtype, dimensions in _KINDS:
+            x = getattr(self, name)
+            if x is not None and (x.dtype != dtype or x.dim() != dimensions or x.device.type != "cpu" or not x.is_contiguous()):
+                raise ConfigError(f"'{name}' must be a contiguous {dtype} tensor of {dimensions} axes on the CPU, "
+                                  f"got {x.dtype} {list(x.shape)} on {x.device}")
+        if self.embeddings is not None and self.embeddings.shape[1] != config.hidden_size:
+            raise ConfigError(f"'embeddings' has shape {list(self.embeddings.shape)}; rows are {config.hidden_size} wide")
+        if self.tokens is not None and len(self.tokens) and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < config.vocab_size:
+            raise ConfigError(f"'tokens' has an id outside the vocabulary of {config.vocab_size}")
+        if self.wanted is not None and len(self.wanted):
+            first, last = int(self.wanted[0]), int(self.wanted[-1])
+            if first < 0 or last >= self._count() or bool((self.wanted.diff() < 1).any()):
+                raise ConfigError(f"'wanted' must ascend within the {self._count()} rows")
+
+    def _check_copies(self, bounds: list[int], pool: StatePool) -> None:
+        if self.copies is not None and self.copies.shape[1] != 3:
+            raise ConfigError(f"'copies' has shape {list(self.copies.shape)}; a row is (sequence, new tokens seen, slot)")
+        before = (-1, 0)
+        for sequence, seen, slot in [] if self.copies is None else self.copies.tolist():
+            advancing = len(bounds) - 1 - self.held
+            if not 0 <= sequence < advancing or not 1 <= seen <= bounds[sequence + 1] - bounds[sequence]:
+                raise ConfigError(f"'copies' asks for sequence {sequence} after {seen} new tokens, which this call does not advance to")
+            if not 0 <= slot < pool.slots:
+                raise ConfigError(f"'copies' names slot {slot}; the pool has {pool.slots}")
+            if (sequence, seen) < before:
+                raise ConfigError("'copies' must be sorted by sequence and tokens seen")
+            before = (sequence, seen)
+
+    def _check_pages(self, bounds: list[int], past: list[int], pool: StatePool) -> None:
+        owners: dict[int, int] = {}
+        for sequence, ((start, stop), done) in enumerate(zip(pairwise(bounds), past, strict=True)):
+            if stop == start:
+                continue
+            used = -(-(done + stop - start) // pool.page_tokens)
+            if used > self.pages.shape[1]:
+                raise ConfigError(f"sequence {sequence} reaches {done + stop - start} tokens and needs {used} pages of {pool.page_tokens}; "
+                                  f"'pages' has {self.pages.shape[1]}")
+            row = self.pages[sequence, :used]
+            if not 0 <= int(row.min()) <= int(row.max()) < pool.pages:
+                raise ConfigError(f"'pages' of sequence {sequence} names pages {row.tolist()}; "
+                                  f"the pool has {pool.pages}")
+            for page in row[done // pool.page_tokens:].tolist():
+                if owners.setdefault(page, sequence) != sequence:
+                    raise ConfigError(f"sequences {owners[page]} and {sequence} both write page {page}; copy a shared page first")
+
