@@ -4,6 +4,7 @@ Field names are those of the released `config.json`; what differs there (1-based
 Free of torch. Read next: `parts.py` for the parts, `transformer.py` for what runs.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,7 +137,15 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Parameters of the text model, embedding and head included."""
-        return sum(t.elements for t in self.tensors())
+        alike = Counter((kind, self.is_moe_layer(layer)) for layer, kind in enumerate(self.layers))
+        size = {}
+        for layer, kind in enumerate(self.layers):
+            key = kind, self.is_moe_layer(layer)
+            if key not in size:
+                size[key] = sum(t.elements for t in self.layer_tensors(layer))
+        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        output = self.hidden_size * (1 if self.attention_residuals == "off" else 3)
+        return sum(count * size[key] for key, count in alike.items()) + tables + output
 
     def activated_parameters(self) -> int:
         """Parameters that one token uses: the head counts, the embedding table does not (it is a look-up)."""

@@ -128,7 +128,8 @@ def _state_of(config: ModelConfig, precision: Precision, draft_tokens: int) -> d
         mixer = config.mixers[kind]
         taps = mixer.conv_state_values()
         if taps and draft_tokens:
-            taps = taps * (mixer.short_conv_kernel_size - 1 + draft_tokens) // (mixer.short_conv_kernel_size - 1)
+            history = getattr(mixer, "short_conv_kernel_size", 1) - 1 or getattr(mixer, "window", 1)
+            taps += draft_tokens * taps // history
         found[kind] = mixer.state_bytes() / 4 * BITS[precision.state] / 8 + taps * BITS[_history(precision)] / 8
     return found
 
@@ -207,25 +208,25 @@ def capacity(config: ModelConfig, precision: Precision, layout: Layout, device: 
 
 def fewest_devices(config: ModelConfig, precision: Precision, device: Device, *, context: int = 0, utilisation: float = UTILISATION,
                    reserve_bytes: float | None = None, most: int = 4096) -> tuple[int, Layout]:
-    """The fewest devices that hold the weights and one sequence of `context` tokens by cutting matrices (TP), then layers too (PP).
+    """The fewest devices that hold the weights and `context` tokens: matrices cut (TP), layers too (PP) where heads run out.
 
     Raises `CapacityError` with what is missing where not even `most` devices do.
     """
+    sizes = _sizes(most)
+    cut = [Layout(tensor=size) for size in sizes]
+    cut += [Layout(tensor=tensor, pipeline=count // tensor) for count in sizes for tensor in reversed(sizes) if tensor < count]
     last: Room | None = None
-    for count in sorted(_sizes(config, most)):
-        for tensor in sorted((t for t in _sizes(config, count) if count % t == 0), reverse=True):
-            layout = Layout(tensor=tensor, pipeline=count // tensor)
-            if not _allowed(config, layout):
-                continue
+    for layout in cut:
+        if _allowed(config, layout):
             last = capacity(config, precision, layout, device, utilisation=utilisation, reserve_bytes=reserve_bytes)
             if last.fits and last.sequences(context) >= 1:
-                return count, layout
+                return layout.ranks, layout
     lacking = "no layout is possible" if last is None else f"a rank still lacks {format_bytes(-min(last.left))} with {most} devices"
     raise CapacityError(f"the model does not fit on {device.title}: {lacking}; use narrower formats or a device with more memory")
 
 
-def _sizes(config: ModelConfig, most: int) -> set[int]:
-    return {2**n for n in range(most.bit_length()) if 2**n <= most}
+def _sizes(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n <= most]
 
 
 def _allowed(config: ModelConfig, layout: Layout) -> bool:
