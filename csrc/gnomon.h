@@ -1,6 +1,6 @@
 /* gnomon's operators in C++: plain pointers in, plain pointers out, no torch and no Python.
  *
- * Every array is fp32, C-contiguous and owned by the caller. Outputs are written completely and never read first. No function
+ * Every array is fp32 unless said, C-contiguous and owned by the caller. Outputs are written completely and never read first. No function
  * keeps anything between calls; all may be called from several threads. `threads` bounds the OpenMP threads of one call.
  * Legend: N tokens of all documents, S documents, H heads, K key channels, V value channels.
  * Document s is tokens bounds[s] to bounds[s + 1] (exclusive); it may be empty.
@@ -26,18 +26,20 @@ GNOMON_API const char* gnomon_instruction_set(void);
 /* Kimi Delta Attention over documents, token by token:
  *     S <- Diag(exp g) S;  e = v - S'k;  S <- S + beta k e';  o = S'q
  *   q, k, g [N, H, K]; v, o [N, H, V]; beta [N, H]; initial (or NULL for zero), last [S, H, K, V].
+ *   q, k, v, g, beta are fp32, or bf16 where bit 0, 1, 2, 3, 4 of `half` is set; all else is fp32.
  * For the backward pass, both or neither of:
  *   error [N, H, V] receives e; states [sum over documents of ceil(length / period), H, K, V] receives the state before every
  *   `period`-th token of each document. */
-GNOMON_API void gnomon_kda_forward(const float* q, const float* k, const float* v, const float* g, const float* beta, const float* initial,
-                        const int64_t* bounds, int64_t documents, int64_t heads, int64_t keys, int64_t values, int64_t period,
-                        float* o, float* last, float* error, float* states, int32_t threads);
+GNOMON_API void gnomon_kda_forward(const void* q, const void* k, const void* v, const void* g, const void* beta, int32_t half,
+                                   const float* initial, const int64_t* bounds, int64_t documents, int64_t heads, int64_t keys,
+                                   int64_t values, int64_t period, float* o, float* last, float* error, float* states, int32_t threads);
 
-/* Gradients of gnomon_kda_forward from those of o and of last (or NULL for zero), with the error and states that it wrote. */
-GNOMON_API void gnomon_kda_backward(const float* q, const float* k, const float* g, const float* beta, const float* error, const float* states,
-                         const float* d_o, const float* d_last, const int64_t* bounds, int64_t documents, int64_t heads, int64_t keys,
-                         int64_t values, int64_t period, float* d_q, float* d_k, float* d_v, float* d_g, float* d_beta,
-                         float* d_initial, int32_t threads);
+/* Gradients (fp32) of gnomon_kda_forward from those of o and of last (or NULL for zero), with the error and states that it wrote.
+ * Bits 0 to 3 of `half` say which of q, k, g, beta are bf16. */
+GNOMON_API void gnomon_kda_backward(const void* q, const void* k, const void* g, const void* beta, int32_t half, const float* error,
+                                    const float* states, const float* d_o, const float* d_last, const int64_t* bounds, int64_t documents,
+                                    int64_t heads, int64_t keys, int64_t values, int64_t period, float* d_q, float* d_k, float* d_v,
+                                    float* d_g, float* d_beta, float* d_initial, int32_t threads);
 
 /* One token of `rows` independent sequences: q, k, g [rows, K]; v, o [rows, V]; beta [rows]; state, next [rows, K, V]. `next` may not
  * overlap `state`. */

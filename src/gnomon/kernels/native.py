@@ -19,8 +19,8 @@ ABI = 3  # GNOMON_ABI in csrc/gnomon.h
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES = {
-    "gnomon_kda_forward": [*[_P] * 7, *[_I64] * 5, *[_P] * 4, _I32],
-    "gnomon_kda_backward": [*[_P] * 9, *[_I64] * 5, *[_P] * 6, _I32],
+    "gnomon_kda_forward": [*[_P] * 5, _I32, *[_P] * 2, *[_I64] * 5, *[_P] * 4, _I32],
+    "gnomon_kda_backward": [*[_P] * 4, _I32, *[_P] * 5, *[_I64] * 5, *[_P] * 6, _I32],
     "gnomon_kda_step": [*[_P] * 6, *[_I64] * 3, *[_P] * 2, _I32],
     "gnomon_kda_decode": [*[_P] * 4, _F32, _F32, *[_I64] * 3, _P, _I64, *[_P] * 7, _I32, _P, _I64, *[_P] * 4, _I32],
     "gnomon_kda_commit": [*[_P] * 3, _F32, *[_I64] * 3, _P, _P, _I64, *[_P] * 4, _I32],

@@ -1,8 +1,7 @@
-"""KDA in C++ (csrc/kda.cpp): token by token on cached slices of the state, forward and backward, fp32.
+"""KDA in C++: forward token by token on cached slices of the state (csrc/kda.cpp), backward in chunks (csrc/kda_backward.cpp).
 
-On a CPU the recurrence itself needs fewer operations than the chunkwise form and no guard against large exponents.
-The forward pass keeps v − Sᵀk of every token and the state before every `PERIOD`-th one; the backward pass replays from those.
-Read next: `gnomon.kernels.native` (where the library comes from).
+Inputs may be bf16 and are converted tile by tile; sums and states are fp32. The forward pass keeps v − Sᵀk of every token and the
+state before every `PERIOD`-th one; the backward pass begins from those. Read next: `gnomon.kernels.native` (where the library comes from).
 """
 
 import math
@@ -19,7 +18,7 @@ from gnomon.kernels.kda.layout import document_bounds
 from gnomon.kernels.kda.reference import transition_by
 from gnomon.kernels.operator import needs_grad
 
-PERIOD = 32  # tokens between two kept states: their history and operands stay in the first-level cache
+PERIOD = 64  # tokens between two kept states: the chunks between them stay in the second-level cache
 
 
 def chunk(
@@ -51,8 +50,8 @@ def refuse_chunk(
     cu_seqlens: Tensor | None = None,
     min_log_decay: float = -math.inf,
 ) -> str | None:
-    """Needs the library and fp32 on the CPU."""
-    return native.refuse(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    """Needs the library, fp32 or bf16 on the CPU, and an fp32 state."""
+    return _refuse_rows(q=q, k=k, v=v, g=g, beta=beta) or native.refuse(initial_state=initial_state)
 
 
 def transition(
@@ -70,8 +69,8 @@ def transition(
 def refuse_transition(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, min_log_decay: float = -math.inf
 ) -> str | None:
-    """Needs the library and fp32 on the CPU."""
-    return native.refuse(k=k, v=v, g=g, beta=beta)
+    """Needs the library and fp32 or bf16 on the CPU."""
+    return _refuse_rows(k=k, v=v, g=g, beta=beta)
 
 
 def step(
@@ -243,12 +242,22 @@ class _Unit(torch.autograd.Function):
         return d_x, None, None
 
 
+def _refuse_rows(**rows: Tensor) -> str | None:
+    """What belongs to tokens may be bf16 too: the library reads it as it is and computes in fp32."""
+    return native.refuse(**{name: None if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x for name, x in rows.items()})
+
+
+def _bf16_bits(*rows: Tensor) -> int:
+    """A bit for each that is bf16."""
+    return sum((x.dtype == torch.bfloat16) << i for i, x in enumerate(rows))
+
+
 class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, _, g, beta, initial, bounds = inputs
+        q, k, v, g, beta, initial, bounds = inputs
         o, last, *kept = _forward(*inputs, keep=True)
-        ctx.has_initial = initial is not None
+        ctx.has_initial, ctx.value_type = initial is not None, v.dtype
         ctx.save_for_backward(q, k, g, beta, *kept, bounds)
         return o, last
 
@@ -257,11 +266,15 @@ class _Chunk(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
         *saved, bounds = ctx.saved_tensors
         q, k, g, beta, error, states, d_o, d_last = (x.contiguous() for x in (*saved, d_o, d_last))
-        grads = [torch.empty_like(x) for x in (q, k, error, g, beta, d_last)]
-        inputs = [native.address(x) for x in (q, k, g, beta, error, states, d_o, d_last, bounds)]
+        types = (q.dtype, k.dtype, ctx.value_type, g.dtype, beta.dtype)
+        grads = [torch.empty_like(x, dtype=torch.float32) for x in (q, k, error, g, beta, d_last)]
+        operands, inputs = (q, k, g, beta), (error, states, d_o, d_last, bounds)
         sizes = (len(bounds) - 1, *q.shape[2:], error.shape[-1], PERIOD)
-        native.library().gnomon_kda_backward(*inputs, *sizes, *(x.data_ptr() for x in grads), native.threads())
-        return *grads[:5], grads[5] if ctx.has_initial else None, None
+        native.library().gnomon_kda_backward(
+            *(x.data_ptr() for x in operands), _bf16_bits(*operands), *(x.data_ptr() for x in inputs), *sizes,
+            *(x.data_ptr() for x in grads), native.threads(),
+        )
+        return *(x.to(dtype) for x, dtype in zip(grads, types, strict=False)), grads[5] if ctx.has_initial else None, None
 
 
 def _forward(
@@ -271,13 +284,16 @@ def _forward(
     q, k, v, g, beta = (x.detach().contiguous() for x in (q, k, v, g, beta))
     initial = None if initial is None else initial.detach().contiguous()
     documents, (heads, keys), values = len(bounds) - 1, q.shape[2:], v.shape[-1]
-    outputs = [torch.empty_like(v), v.new_empty(documents, heads, keys, values)]
+    outputs = [torch.empty_like(v, dtype=torch.float32), g.new_empty(documents, heads, keys, values, dtype=torch.float32)]
     if keep:
         periods = int(((bounds.diff() + PERIOD - 1) // PERIOD).sum())
-        outputs += [torch.empty_like(v), v.new_empty(periods, heads, keys, values)]
-    inputs = [native.address(x) for x in (q, k, v, g, beta, initial, bounds)]
+        outputs += [torch.empty_like(outputs[0]), outputs[1].new_empty(periods, heads, keys, values)]
+    operands = (q, k, v, g, beta)
     results = [x.data_ptr() for x in outputs] + [None] * (4 - len(outputs))
-    native.library().gnomon_kda_forward(*inputs, documents, heads, keys, values, PERIOD, *results, native.threads())
+    native.library().gnomon_kda_forward(
+        *(x.data_ptr() for x in operands), _bf16_bits(*operands), native.address(initial), bounds.data_ptr(), documents, heads, keys,
+        values, PERIOD, *results, native.threads(),
+    )
     return tuple(outputs)
 
 
