@@ -1,6 +1,6 @@
 """Layouts, formats and kinds of work: what they derive, and one clear error for each thing that cannot be."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -29,9 +29,15 @@ def test_layouts_count_ranks(layout: Layout, ranks: int, shards: int) -> None:
     (lambda: Layout(tensor=8, kv_shards=3), "'kv_shards' is 3"),
     (lambda: Layout(tensor=8, expert=3), "'expert' is 3, which does not divide the 8 ranks"),
     (lambda: Layout(tensor=4, expert=6, data=3), "one must divide the other"),
-    (lambda: Layout(tensor=5).check(K3), "does not divide the 96 heads"),
-    (lambda: Layout(pipeline=94).check(K3), "more than the model's 93 layers"),
-    (lambda: Layout(expert=24, data=24).check(K3), "does not divide the pool of 896 experts"),
+    (lambda: Layout(tensor=8, kv_shards=3), "ranks that share the matrices: use 2 or 4"),
+    (lambda: Layout(tensor=5).check(K3), "'tensor' is 5, which does not divide the 96 heads of the 'kda' mixer; use 4 or 6"),
+    (lambda: Layout(pipeline=94).check(K3), "'pipeline' is 94, more than the model's 93 layers; use 93 or less"),
+    (lambda: Layout(expert=24, data=24).check(K3), "does not divide the pool of 896 experts; use 16 or 28"),
+    (lambda: Layout(expert=4, data=4).check(replace(K3, moe=None)), "the model has no experts; use 1"),
+    (lambda: Layout(tensor=8).check(replace(K3, moe=replace(K3.moe, moe_intermediate_size=32 * 33, num_shared_experts=0),
+                                            intermediate_size=33_796)), "33796 channels of the dense feed-forward; use 7 or 14"),
+    (lambda: Layout(tensor=96).check(replace(K3, moe=replace(K3.moe, moe_intermediate_size=32, num_shared_experts=3))),
+     "32 channels of an expert that 1 expert ranks leave whole; use 32"),
     (lambda: Layout(tensor=16).check(K3, 8), "takes 16 devices .* there are 8"),
     (lambda: Precision(experts="mxfp", rest="bf16"), "did you mean 'mxfp"),
     (lambda: Speculation(drafts=3, acceptance=4.5), "gains between 1 and 4 tokens"),

@@ -4,6 +4,7 @@ Four kinds of work: serving requests, training on tokens, reinforcement learning
 computes time; `footprint.py` turns a layout into bytes and `cost.py` turns both into seconds. Read next: `footprint.py`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,11 +48,11 @@ class Layout:
             raise ConfigError(f"'zero' is {self.zero}; use 0, 1 (optimiser), 2 (and gradients) or 3 (and weights)")
         if self.tensor % self.kv_shards:
             raise ConfigError(f"'kv_shards' is {self.kv_shards}, which does not divide 'tensor' ({self.tensor}); latents are dealt among "
-                              "ranks that share the matrices")
+                              f"ranks that share the matrices: use {_nearest(self.tensor, self.kv_shards)}")
         stage = self.tensor * self.context * self.data
         if stage % self.expert:
             raise ConfigError(f"'expert' is {self.expert}, which does not divide the {stage} ranks of a stage "
-                              f"(tensor {self.tensor} x context {self.context} x data {self.data})")
+                              f"(tensor {self.tensor} x context {self.context} x data {self.data}); use {_nearest(stage, self.expert)}")
         if self.expert % self.tensor and self.tensor % self.expert:
             raise ConfigError(f"'expert' is {self.expert} and 'tensor' {self.tensor}; one must divide the other")
 
@@ -71,20 +72,33 @@ class Layout:
             raise ConfigError(f"the layout takes {self.ranks} devices (tensor {self.tensor} x pipeline {self.pipeline} x context "
                               f"{self.context} x data {self.data}), but there are {devices}; lower one of them")
         if self.pipeline > config.num_hidden_layers:
-            raise ConfigError(f"'pipeline' is {self.pipeline}, more than the model's {config.num_hidden_layers} layers")
+            raise ConfigError(f"'pipeline' is {self.pipeline}, more than the model's {config.num_hidden_layers} layers; "
+                              f"use {config.num_hidden_layers} or less")
+        if self.expert > 1 and config.moe is None:
+            raise ConfigError(f"'expert' is {self.expert}, but the model has no experts; use 1")
+        for name, ways, number, what in self._cuts(config):
+            if number % ways:
+                raise ConfigError(f"'{name}' is {getattr(self, name)}, which does not divide the {what}; use {_nearest(number, ways)}")
+        return self
+
+    def _cuts(self, config: ModelConfig) -> Iterator[tuple[str, int, int, str]]:
+        """What is cut: the field that cuts it, how many ways, the number that must divide, in words."""
         for kind in dict.fromkeys(config.layers):
             part = config.mixers[kind]
             heads = getattr(part, "num_heads", None) or getattr(part, "num_attention_heads", None)
-            if heads is not None and heads % self.tensor:
-                raise ConfigError(f"'tensor' is {self.tensor}, which does not divide the {heads} heads of the '{kind}' mixer; "
-                                  f"use one of {', '.join(map(str, _divisors(heads, 64)))}")
-        if self.expert > 1:
-            if config.moe is None:
-                raise ConfigError(f"'expert' is {self.expert}, but the model has no experts; use 1")
-            if config.moe.num_experts % self.expert:
-                raise ConfigError(f"'expert' is {self.expert}, which does not divide the pool of {config.moe.num_experts} experts; "
-                                  f"use one of {', '.join(map(str, _divisors(config.moe.num_experts, 128)))}")
-        return self
+            if heads is not None:
+                yield "tensor", self.tensor, heads, f"{heads} heads of the '{kind}' mixer"
+        if config.num_moe_layers < config.num_hidden_layers:
+            yield "tensor", self.tensor, config.intermediate_size, f"{config.intermediate_size} channels of the dense feed-forward"
+        moe = config.moe
+        if moe is None:
+            return
+        yield "expert", self.expert, moe.num_experts, f"pool of {moe.num_experts} experts"
+        inner = moe.moe_intermediate_size
+        if moe.num_shared_experts:
+            yield "tensor", self.tensor, moe.num_shared_experts * inner, f"{moe.num_shared_experts * inner} channels of the shared experts"
+        if self.expert < self.tensor:  # each expert is cut as well; a multiple of what is left of the experts' ranks
+            yield "tensor", self.tensor, inner * self.expert, f"{inner} channels of an expert that {self.expert} expert ranks leave whole"
 
     def __str__(self) -> str:
         names = (("TP", self.tensor), ("EP", self.expert), ("PP", self.pipeline), ("CP", self.context), ("DP", self.data),
@@ -257,8 +271,11 @@ def _wider(left: str, right: str) -> str:
     return max(left, right, key=_WIDTH.index)
 
 
-def _divisors(number: int, limit: int) -> list[int]:
-    return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
+def _nearest(number: int, ways: int) -> str:
+    """The largest divisor below and the smallest above."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below, above = [d for d in divisors if d < ways], [d for d in divisors if d > ways]
+    return " or ".join(str(d) for d in (*below[-1:], *above[:1]))
 
 
 def _at_least(owner: object, name: str, least: float) -> None:
