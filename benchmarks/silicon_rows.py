@@ -193,7 +193,7 @@ def demand(row: Row) -> Demand:
     expert_values = 3 * family.hidden * experts.inner * experts.layers if experts else 0.0     # of one expert in every layer
     pool_bytes = expert_values * experts.pool * BYTES[row.formats[0]] / row.devices if experts else 0.0
     free = USABLE_MEMORY * machine.memory_bytes - rest * rest_bytes - 4 * head - pool_bytes
-    fits = max(1.0, free / (per_token * (row.prompt + row.output)))
+    fits = max(1.0, free / (per_token * context))
     sequences = min(row.concurrency / groups, fits)
     prompt_tokens = sequences * row.prompt / row.output
     touched = 1 - (1 - experts.chosen / experts.pool) ** row.concurrency if experts else 0.0
@@ -210,7 +210,22 @@ def demand(row: Row) -> Demand:
         prefill=prompt_tokens * (products + row.prompt / 2 * family.prefill_pair / row.tensor / bf16))
 
 
-def columns(rows: list[Row]) -> Any:
-    """The demands of many rows with arrays for fields, which the step formula takes as it takes numbers."""
-    made = [demand(row) for row in rows]
-    return Demand(**{field.name: np.array([getattr(item, field.name) for item in made], float) for field in fields(Demand)})
+def prompt_demand(row: Row) -> Demand:
+    """What reading one prompt asks for, by itself."""
+    family, groups = FAMILIES[row.model], row.devices // row.tensor
+    alone = demand(Row(**{**vars(row), "concurrency": groups, "output": row.prompt}))     # one sequence, one prompt token per token
+    return Demand(layers=alone.layers, expert_layers=alone.expert_layers, hops=alone.hops, link=alone.link / 2 * row.prompt,
+                  weights=_held_bytes(family, row) / row.device.bandwidth, products=alone.prefill * row.prompt)
+
+
+def _held_bytes(family: Family, row: Row) -> float:
+    """Weights on a device: a prompt touches every expert."""
+    experts = family.experts
+    rest = (family.attention + family.dense + (experts.shared if experts else 0.0)) / row.tensor * BYTES[row.formats[1]]
+    pool = 3 * family.hidden * experts.inner * experts.layers * experts.pool * BYTES[row.formats[0]] / row.devices if experts else 0.0
+    return rest + pool
+
+
+def columns(demands: list[Demand]) -> Any:
+    """Many demands as one with arrays for fields, which the step formula takes as it takes numbers."""
+    return Demand(**{field.name: np.array([getattr(item, field.name) for item in demands], float) for field in fields(Demand)})

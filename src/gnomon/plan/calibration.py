@@ -7,7 +7,7 @@ Built-in records are `records/*.toml`; a user's own go by path, or by name from 
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,22 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FirstToken:
+    """What stands between a request and its first token beside the queue."""
+
+    base_seconds: float = setting(0.1, "tokenising, scheduling and sending")
+    wait_steps: float = setting(4.0, "decode steps that pass until a prompt is taken up")
+    compute_efficiency: float = setting(0.5, "share of dense peak in prefill")
+    link_efficiency: float = setting(0.2, "share of the fabric's rate in prefill, where messages do not hide")
+    spread: float = setting(1.5, "80 % band of the time to the first token")
+
+    def __post_init__(self) -> None:
+        for name in ("compute_efficiency", "link_efficiency", "spread"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"'{name}' is {getattr(self, name)}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """One stack on one kind of fabric."""
 
@@ -62,6 +78,7 @@ class Record:
     spread_beyond: float = setting(doc="80 % band beyond the range")
     range: Range = setting(factory=Range, doc="what was measured")
     coefficients: Coefficients = setting(EXPECTED, "what the stack makes of a step")
+    first_token: FirstToken = setting(factory=FirstToken, doc="prefill and what comes before it")
     training: dict[str, float] = setting(factory=dict, doc="share of dense peak that a whole training step reaches, by arithmetic")
     training_spread: float = setting(0.6, "80 % band of that share")
     machine: str = setting("", "fingerprint of the machine, for records of one's own")
@@ -133,32 +150,43 @@ def fit(demand: Any, measured: Any, prior: Coefficients = EXPECTED, looseness: C
         weight: float = 9.0) -> Coefficients:
     """The coefficients that bring `step.seconds(demand)` closest to measured seconds, without leaving `prior` for little gain.
 
-    `demand` has arrays for fields. The misses are those of logarithms, bounded so that single rows cannot lead (soft L1); `looseness`
-    are standard deviations of the logarithms of coefficients, `weight` multiplies the prior.
+    `demand` has arrays for fields. `looseness` are standard deviations of the logarithms of coefficients.
+    """
+    names = list(as_table(prior))
+    allowed = [looseness] * len(names) if isinstance(looseness, float) else list(as_table(looseness).values())
+    most = [MOST_EFFICIENT if name.endswith("efficiency") else math.inf for name in names]
+    found = fit_logarithms(lambda values: seconds(demand, dict(zip(names, values, strict=True))), measured,
+                           list(as_table(prior).values()), allowed, most=most, weight=weight)
+    return Coefficients(**dict(zip(names, found, strict=True)))
+
+
+def fit_logarithms(predict: Callable[[Any], Any], measured: Any, centre: Sequence[float], allowed: Sequence[float], *,
+                   most: Sequence[float] | None = None, weight: float = 1.0) -> list[float]:
+    """Positive values for which `predict(values)` comes closest to positive measurements, by damped Gauss-Newton steps.
+
+    Misses are those of logarithms, bounded so that single rows cannot lead (soft L1 at `NOISE`). Each value is drawn to its `centre`, with
+    `allowed` as the standard deviation of its logarithm and `weight` as the strength of that pull; `most` bounds it.
     """
     import numpy as np
 
-    names = list(as_table(prior))
-    centre = np.log(np.array(list(as_table(prior).values())))
-    allowed = np.full(len(names), looseness) if isinstance(looseness, float) else np.array(list(as_table(looseness).values()))
+    middle, width = np.log(np.array(centre, float)), np.array(allowed, float)
     target = np.log(np.asarray(measured, float))
-    most = np.array([math.log(MOST_EFFICIENT) if name.endswith("efficiency") else math.inf for name in names])
+    upper = np.full(len(width), np.inf) if most is None else np.log(np.array(most, float))
 
     def misses(point: Any) -> Any:
-        return (np.log(seconds(demand, dict(zip(names, np.exp(point), strict=True)))) - target) / NOISE
+        return (np.log(predict(np.exp(point))) - target) / NOISE
 
     def cost(point: Any) -> float:
-        return float(2 * np.sum(np.sqrt(1 + misses(point) ** 2) - 1) + weight * np.sum(((point - centre) / allowed) ** 2))
+        return float(2 * np.sum(np.sqrt(1 + misses(point) ** 2) - 1) + weight * np.sum(((point - middle) / width) ** 2))
 
-    point, best, damping = centre.copy(), cost(centre), 1e-2
+    point, best, damping = middle.copy(), cost(middle), 1e-2
     for _ in range(100):
         miss = misses(point)
-        slope = np.stack([(misses(point + 1e-4 * unit) - miss) / 1e-4 for unit in np.eye(len(names))], axis=1)
+        slope = np.stack([(misses(point + 1e-4 * unit) - miss) / 1e-4 for unit in np.eye(len(width))], axis=1)
         trust = 1 / np.sqrt(1 + miss**2)
-        gradient = slope.T @ (trust * miss) + weight * (point - centre) / allowed**2
-        curvature = slope.T @ (trust[:, None] * slope) + np.diag(weight / allowed**2)
-        step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
-        trial = np.minimum(point + step, most)
+        gradient = slope.T @ (trust * miss) + weight * (point - middle) / width**2
+        curvature = slope.T @ (trust[:, None] * slope) + np.diag(weight / width**2)
+        trial = np.minimum(point + np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient), upper)
         value = cost(trial)
         if value < best:
             gain, point, best, damping = best - value, trial, value, damping / 3
@@ -168,7 +196,7 @@ def fit(demand: Any, measured: Any, prior: Coefficients = EXPECTED, looseness: C
             damping *= 4
             if damping > 1e8:
                 break
-    return Coefficients(**{name: float(value) for name, value in zip(names, np.exp(point), strict=True)})
+    return [float(value) for value in np.exp(point)]
 
 
 def band(misses: Sequence[float], pooled: float | None = None, strength: float = 10.0) -> float:

@@ -167,6 +167,7 @@ class Serving:
     speculation: Speculation | None = setting(None, "drafting; none: one token per step")
     effort: float = setting(1.0, "factor on the output tokens: what a higher effort writes, relative to the figure above")
     arrivals_per_second: float | None = setting(None, "requests that arrive; none: as many as leave, so that `concurrency` is kept")
+    waves: float | None = setting(None, "measured in so many rounds, each sent at once (1: a single burst); none: a steady stream")
     chunk_tokens: int = setting(8192, "prompt tokens that one step may take (chunked prefill)")
     requests_per_task: float = setting(1.0, "requests that finish one task of a user")
     sessions: int | None = setting(None, "conversations whose caches should stay; none: as many as `concurrency`")
@@ -177,8 +178,11 @@ class Serving:
         for name in ("effort", "requests_per_task"):
             _above_zero(self, name)
         _share(self, "cached_share")
-        if self.arrivals_per_second is not None:
-            _above_zero(self, "arrivals_per_second")
+        for name in ("arrivals_per_second", "waves"):
+            if getattr(self, name) is not None:
+                _above_zero(self, name)
+        if self.waves is not None and self.arrivals_per_second is not None:
+            raise ConfigError("'waves' and 'arrivals_per_second' are two ways of arriving; give one")
         if self.sessions is not None and self.sessions < self.concurrency:
             raise ConfigError(f"'sessions' is {self.sessions}, fewer than 'concurrency' ({self.concurrency}): "
                               "each request in flight belongs to one")
