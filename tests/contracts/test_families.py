@@ -35,6 +35,27 @@ def test_knobs_of_k3_one_turn_each() -> None:
         assert (round(row.kv_bytes_per_token / 1024), round(row.state_bytes / 1e6)) == (latents, state), name
 
 
+STEPS = {  # milliseconds per token of the study's time model: 1 x 8k, 16 x 8k, 64 x 8k, 16 x 256k, 4 x 1M
+    "as it is": (8.53, 18.52, 37.78, 21.69, 13.99), "experts x2, same top-k": (8.56, 19.24, 45.56, 22.42, 14.06),
+    "top-k x2, same pool": (9.26, 26.32, 46.71, 29.50, 16.69), "top-k /2": (8.16, 13.74, 27.65, 16.91, 12.59),
+    "depth +10 %": (9.35, 20.32, 41.47, 23.75, 15.30), "all-MLA (no KDA)": (7.70, 17.61, 36.64, 29.91, 22.50),
+    "MLA 1:7 instead of 1:3": (8.67, 18.68, 37.98, 20.26, 12.51), "fp8 KV": (8.52, 18.46, 37.57, 20.05, 12.35),
+    "fp8 non-expert weights": (6.95, 16.95, 36.21, 20.12, 12.42), "experts at bf16": (10.55, 46.86, 115.23, 50.03, 21.86),
+    "twice the ranks": (6.57, 11.57, 21.20, 13.16, 9.31),
+}
+
+
+def test_bytes_moved_are_the_studys_in_all_fifty_five_cells() -> None:
+    """T = 4.62 ms L/93 + bytes / (ranks 7.75 TB/s 0.57): the bytes are what is tested."""
+    cells = ((1, 8192), (16, 8192), (64, 8192), (16, 262_144), (4, 1_048_576))
+    for variant in variants(K3, layout=Layout(tensor=8)):
+        for (sequences, context), expected in zip(cells, STEPS[variant.name]):
+            step = traffic(variant.config, variant.precision, tokens=sequences, sequences=sequences, context=context)
+            rate = variant.layout.tensor * 7.75e12 * 0.57
+            ours = 4.62 * variant.config.num_hidden_layers / 93 + 1e3 * (step.weights + step.cache) / rate
+            assert ours == pytest.approx(expected, rel=0.003), (variant.name, sequences, context)
+
+
 def test_twice_the_ranks_deals_latents() -> None:
     last = variants(K3, layout=Layout(tensor=8))[-1]
     assert last.layout == Layout(tensor=16, kv_shards=16)

@@ -60,7 +60,7 @@ def test_all_devices_are_there() -> None:
 
 @pytest.mark.parametrize(("text", "name", "count", "domains"), [
     ("h200", "h200:1", 1, 1), ("h200:8", "h200:8", 8, 1), ("gb300:72x2", "gb300:72x2", 144, 2), ("b200:16", "b200:8x2", 16, 2),
-    ("RTX PRO 6000:16", "rtx-pro-6000:16", 16, 1),
+    ("RTX PRO 6000:16", "rtx-pro-6000:16", 16, 1), ("h200: 8 x 2", "h200:8x2", 16, 2),
 ])
 def test_clusters(text: str, name: str, count: int, domains: int) -> None:
     cluster = Cluster.parse(text)
@@ -69,8 +69,10 @@ def test_clusters(text: str, name: str, count: int, domains: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("h2000:8", "did you mean 'h200'"), ("h200:", "write DEVICE"), ("h200:0", "is empty"), ("h200:12", "write 'h200:8x2'"),
-    ("h200:8y2", "unknown device"), ("m4-max:1x2", "states no network"), (":8", "write DEVICE"), ("absent.toml:2", "does not exist"),
+    ("h2000:8", "did you mean 'h200'"), ("h200:", "write DEVICE"), ("h200:0", "is empty"), ("h200:12", "write 'h200:6x2'"),
+    ("h200:17", "write 'h200:6x3'"),
+    ("h200:8y2", "unknown device"), ("m4-max:1x2", "states no network"), (":8", "write DEVICE"),
+    ("absent.toml:2", "hardware file 'absent.toml' does not exist"),
 ])
 def test_what_is_no_cluster(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

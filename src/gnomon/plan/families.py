@@ -271,17 +271,19 @@ class Row:
     state_bytes: float
     cache_traffic: float
     flops: float
+    badge: Badge = "exact"
 
 
 def compare(models: Mapping[str, ModelConfig], contexts: Iterable[int] = (8192, 131_072, 1_048_576), kv: str = "bf16") -> list[Row]:
     """A row per model and context; latents and windows in the format `kv`, everything of one sequence on one rank."""
-    rows, here = [], Layout()
+    rows, here, sure = [], Layout(), {name: item.badge for name, item in families().items()}
     for name, config in models.items():
         precision = replace(Precision.released(config), kv=kv)
         for context in contexts:
             step = traffic(config, precision, tokens=1, sequences=1, context=context)
             rows.append(Row(
-                name=name, context=context, total=config.num_parameters(), active=config.activated_parameters(),
+                name=name, context=context, badge=sure.get(name, "exact"),
+                total=config.num_parameters(), active=config.activated_parameters(),
                 kv_bytes=kv_bytes(config, precision, here, context), state_bytes=state_bytes(config, precision),
                 cache_traffic=step.cache, flops=sum(flops(config, tokens=1, context=context, absorbed=True).values())))
     return rows

@@ -114,8 +114,10 @@ class Cluster:
         if self.devices_per_domain < 1 or self.domains < 1:
             raise ConfigError(f"a cluster of {self.devices_per_domain} x {self.domains} devices is empty; use at least '{device.name}:1'")
         if self.devices_per_domain > size:
+            even = next((n for n in range(2, self.devices_per_domain) if self.devices_per_domain % n == 0
+                         and self.devices_per_domain // n <= size), -(-self.devices_per_domain // size))
             raise ConfigError(f"'{device.name}:{self.devices_per_domain}' is more than the {size} devices that {device.fabric} joins; "
-                              f"write '{device.name}:{size}x{-(-self.devices_per_domain // size)}' for several domains")
+                              f"write '{device.name}:{-(-self.devices_per_domain // even)}x{even}' for several domains")
         if self.domains > 1 and not device.scale_out_bandwidth:
             raise ConfigError(f"'{device.name}' states no network, so {self.domains} domains cannot work together; "
                               f"use at most {size}, or a file of your own with 'scale_out'")
@@ -138,8 +140,8 @@ class Cluster:
     @classmethod
     def parse(cls, text: str) -> "Cluster":
         """`"h200"` is one device, `"h200:8"` eight, `"gb300:72x2"` two domains of 72; `"b200:16"` becomes two full domains of 8."""
-        name, _, size = text.rpartition(":") if re.search(r":[0-9x×]*$", text) else (text, "", "1")
-        match = re.fullmatch(r"([0-9]+)(?:[x×]([0-9]+))?", size)
+        name, _, size = text.rpartition(":") if re.search(r":[0-9x×\s]*$", text) else (text, "", "1")
+        match = re.fullmatch(r"\s*([0-9]+)\s*(?:[x×]\s*([0-9]+)\s*)?", size)
         if match is None or not name.strip():
             raise ConfigError(f"'{text}' is not a cluster; write DEVICE, DEVICE:8 or DEVICE:72x2 (two domains of 72)")
         found = device(name)
@@ -167,6 +169,8 @@ def device(name: str) -> Device:
 
 def read_device(path: Path) -> Device:
     """A device from its file; raises one `ConfigError` for a missing source or date, a missing unit, or a figure no machine has."""
+    if not path.is_file():
+        raise ConfigError(f"hardware file '{path}' does not exist; known devices: {', '.join(device_names())}")
     table = toml.read_toml(path)
     for name in ("source", "date"):
         if not str(table.get(name, "")).strip():
