@@ -1,5 +1,7 @@
 """Memory: the planner's sums are those of the modules that run, and of published figures."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from gnomon.model.transformer import Transformer
 from gnomon.plan.footprint import capacity, fewest_devices, kv_bytes_per_token, page_tokens, parameters, state_bytes, weights
 from gnomon.plan.hardware import device
 from gnomon.plan.inventory import stages
+from gnomon.plan.traffic import traffic
 from gnomon.plan.workload import Layout, Precision
 
 K3 = preset("k3-2.8t")
@@ -77,6 +80,14 @@ def test_stages_end_where_blocks_do() -> None:
         spans = stages(K3, Layout(pipeline=count))
         assert len(spans) == count and min(map(len, spans)) >= 1
         assert [layer for span in spans for layer in span] == list(range(93))
+
+
+def test_a_tied_table_stands_on_the_first_and_the_last_stage() -> None:
+    tied = replace(K3, tie_word_embeddings=True)
+    table = K3.vocab_size * K3.hidden_size
+    ends = [parameters(tied, Layout(pipeline=8), stage).parts.get("embedding", 0) for stage in range(8)]
+    assert ends == [table, 0, 0, 0, 0, 0, 0, table] and parameters(tied).bytes == parameters(K3).bytes - table
+    assert traffic(tied, RELEASED, tokens=1, sequences=1, context=0).parts["head"] == 2 * table
 
 
 def test_a_stage_that_is_not_there() -> None:

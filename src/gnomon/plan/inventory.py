@@ -68,6 +68,7 @@ class Inventory:
     order: tuple[Kind, ...]
     first: tuple[Piece, ...]
     last: tuple[Piece, ...]
+    tied: bool = False
 
     def counted(self) -> Iterator[tuple[Piece, int]]:
         """Every tensor of the model with the number of layers that have one like it."""
@@ -78,9 +79,10 @@ class Inventory:
                 yield piece, self.order.count(kind)
 
     def stage(self, layers: range) -> Iterator[tuple[Piece, int]]:
-        """The tensors of a stretch of layers, with what stands before the first and after the last."""
-        order = self.order[layers.start: layers.stop]
-        for piece in (*(self.first if layers.start == 0 else ()), *(self.last if layers.stop == len(self.order) else ())):
+        """The tensors of a stretch of layers, with what stands before the first and after the last; a tied table stands on both ends."""
+        order, begins, ends = self.order[layers.start: layers.stop], layers.start == 0, layers.stop == len(self.order)
+        table = self.first[:1] if self.tied and ends and not begins else ()
+        for piece in (*(self.first if begins else ()), *(self.last if ends else ()), *table):
             yield piece, 1
         for kind, listed in self.layers.items():
             if count := order.count(kind):
@@ -118,7 +120,7 @@ def _listed(key: ByValue) -> Inventory:
     for layer, kind in enumerate(order):
         if kind not in alike:
             alike[kind] = tuple(_piece(kind.mixer, spec) for spec in config.layer_tensors(layer))
-    return Inventory(alike, order, _before(config), _after(config))
+    return Inventory(alike, order, _before(config), _after(config), config.tie_word_embeddings)
 
 
 def _before(config: ModelConfig) -> tuple[Piece, ...]:
