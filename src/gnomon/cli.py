@@ -120,14 +120,15 @@ def _train(parsed: argparse.Namespace) -> None:
 def _sample(parsed: argparse.Namespace) -> None:
     from gnomon.data.tokenizer import Tokenizer
     from gnomon.model.generate import Sampling, generate
-    from gnomon.model.weights import load_pretrained
+    from gnomon.model.inference import load_runner, runner
     from gnomon.train.checkpoint import load_run
 
     sampling = Sampling(temperature=parsed.temperature, max_tokens=parsed.tokens, seed=parsed.seed)
     if (parsed.run / "config.json").is_file():
-        model, tokenizer = load_pretrained(parsed.run), Tokenizer.load(parsed.run)
+        model, tokenizer = load_runner(parsed.run), Tokenizer.load(parsed.run)
     else:
-        model, tokenizer, _ = load_run(parsed.run)
+        trained, tokenizer, _ = load_run(parsed.run)
+        model = runner(trained)
     ids, shown = [], ""
     print(parsed.prompt, end="")
     for token in generate(model, tokenizer.encode(parsed.prompt), sampling, frozenset(tokenizer.stop_ids)):

@@ -26,6 +26,7 @@ from gnomon.errors import ConfigError
 from gnomon.kernels import mxfp, native
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.generate import Sampling, generate
+from gnomon.model.inference import runner
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
 from gnomon.train import metrics
@@ -168,7 +169,7 @@ def _compression(console: Console, result: HeldOut, shards: Sequence[Shards], to
 
 def _sample(console: Console, model: Transformer, tokenizer: Tokenizer, figures: dict[str, Any]) -> None:
     sampling = Sampling(temperature=0.7, max_tokens=160)
-    tokens = list(generate(model, tokenizer.encode(PROMPT), sampling, frozenset(tokenizer.stop_ids)))
+    tokens = list(generate(runner(model), tokenizer.encode(PROMPT), sampling, frozenset(tokenizer.stop_ids)))
     figures["sample"] = tokenizer.decode(tokens)
     _step(console, "4  What it writes", "One token at a time over states of fixed size and a small cache. Prompt dim, continuation bright:")
     console.print(Text.assemble((PROMPT, "dim"), (figures["sample"], "bold")))

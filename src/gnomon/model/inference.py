@@ -19,9 +19,11 @@ from gnomon.errors import ConfigError, KernelError
 from gnomon.kernels import native, operator
 from gnomon.model import inference_layout as layout
 from gnomon.model.config import ModelConfig
+from gnomon.model.huggingface import read_config
 from gnomon.model.inference_state import PackedRows, StatePool
 from gnomon.model.inference_weights import Buffers, FolderSource, ModelSource, Packer, Source, Weights
 from gnomon.model.transformer import Transformer
+from gnomon.model.weights import load_pretrained
 
 PAGE = 64
 """Tokens of a page where the caller does not choose."""
@@ -171,6 +173,17 @@ def refuse(config: ModelConfig) -> str | None:
     if foreign:
         return f"the C++ layer knows {' and '.join(layout.MIXERS)}, not the mixer {foreign[0]}"
     return native.unavailable()
+
+
+def runner(model: Transformer) -> Transformer | InferenceModel:
+    """What samples from a model fastest here: its inference twin, or the model itself where `refuse` has a reason."""
+    away = model.model.embed_tokens.weight.device.type != "cpu"
+    return model if away or refuse(model.config) else InferenceModel.from_transformer(model)
+
+
+def load_runner(folder: Path) -> Transformer | InferenceModel:
+    """The same for a released checkpoint, whose packed experts then stay packed."""
+    return load_pretrained(folder) if refuse(read_config(folder / "config.json")) else InferenceModel.load(folder)
 
 
 def _call(rows: PackedRows, wanted: Tensor, record: Tensor) -> layout.Rows:
