@@ -1,8 +1,9 @@
 """How close does the inference model come to the machine: to its memory when it decodes, to its arithmetic when it reads a prompt?
 
-A K3-shaped model of 1.22 billion parameters (378 million active) with random weights in the released types: bf16 and MXFP4 experts. Decoding
-is held against the time in which the bytes of one token (active weights as stored, and the cached latents) can be read, at the rate of a plain
-reader on the same threads in the same run. A prompt of 2,048 tokens is held against torch's bf16 product, by the operations of the weights.
+A K3-shaped model of 1.22 billion parameters (378 million active) with random weights in the released types: bf16 and MXFP4 experts.
+Decoding is held against the time in which the bytes of one token (active weights as stored, and the cached latents) can be read, at the
+rate of a plain reader on the same threads in the same run. A prompt of 2,048 tokens is held against torch's bf16 product, by the
+operations of the weights.
 
     OMP_NUM_THREADS=2 python benchmarks/kernels_decode.py
 """
@@ -12,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from machine import save
@@ -120,12 +122,13 @@ def decode(model: InferenceModel, context: int, read: Callable[[], float]) -> di
     rates, seconds = [read()], []
     for index in range(STEPS):
         past = context + 1 + index
-        seconds.append(timed(lambda: step(model, pool, ids[past : past + 1], past)))
+        seconds.append(timed(partial(step, model, pool, ids[past : past + 1], past)))
         if index % 16 == 15:
             rates.append(read())
     middle, rate = statistics.median(seconds), statistics.median(rates)
     ideal = bytes_per_token(model.config, context + STEPS // 2) / rate
-    print(f"decode after {context:6}: {1 / middle:6.1f} tok/s, memory {rate / 1e9:5.1f} GB/s, {ideal / middle:.0%} of the roofline", flush=True)
+    print(f"decode after {context:6}: {1 / middle:6.1f} tok/s, memory {rate / 1e9:5.1f} GB/s, {ideal / middle:.0%} of the roofline",
+          flush=True)
     return {"tokens_per_second": 1 / middle, "fastest": 1 / min(seconds), "slowest": 1 / max(seconds), "memory": rate,
             "share_of_roofline": ideal / middle, "steps": STEPS}
 

@@ -6,6 +6,12 @@ mlx-lm strips the prefix, stacks the experts and keeps them packed; it runs its 
 import exported
 import numpy as np
 import pytest
+import torch
+
+from gnomon.kernels import native
+from gnomon.model.generate import Sampling, generate
+from gnomon.model.inference import InferenceModel
+from gnomon.model.inference_state import PackedRows
 
 mx = pytest.importorskip("mlx.core", reason="mlx and mlx-cpu are not installed")
 utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
@@ -61,3 +67,19 @@ def test_logits_and_greedy_text(name, tmp_path, record_property):
     print(f"mlx-lm, {name}: relative error {error:.1e}, smallest gap between choices {gap:.1e}")
     assert error <= 1e-5
     assert continuation == their_continuation
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("name", ["k3", "linear"])
+def test_the_inference_twin(name, tmp_path):
+    """The same for the model that serves: fp32 weights, so that both compute the same function."""
+    arch, options = CASES[name]
+    exported.export(tmp_path / "out", arch, **options)
+    twin, tokens = InferenceModel.load(tmp_path / "out", "fp32"), torch.tensor(exported.prompt())
+    rows = PackedRows(tokens=tokens, bounds=torch.tensor([0, len(tokens)]), past=torch.tensor([0]), slots=torch.tensor([0]),
+                      pages=torch.tensor([[0]], dtype=torch.int32), wanted=torch.arange(len(tokens)))
+    ours = twin.forward(rows, twin.new_pool(1, 64)).logits
+    theirs, continuation = run(tmp_path / "out", exported.prompt())
+    assert exported.relative(ours.numpy(), theirs) <= 1e-5
+    sampling = Sampling(temperature=0.0, max_tokens=exported.CONTINUATION)
+    assert list(generate(twin, exported.prompt(), sampling)) == continuation
