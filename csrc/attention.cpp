@@ -53,14 +53,6 @@ bool expands(const LatentShape& s, double past, double rows) {
 
 }  // namespace
 
-bool has_bf16_dots() {
-#if defined(__x86_64__) && defined(__GNUC__)
-    return instruction_set() == 4 && __builtin_cpu_supports("avx512bf16");
-#else
-    return false;
-#endif
-}
-
 int64_t latent_weights_bytes(const LatentShape& s, int32_t format) {
     const Sizes z(s, format == F32 ? 1 : 2);
     const int64_t words = z.latent_panels * z.nope * PANEL + s.nope * z.latent + z.value_panels * z.latent * PANEL;

@@ -217,9 +217,6 @@ INLINE void transpose_panel(const word* rows, int64_t stride, int64_t words, wor
         for (int64_t i = 0; i < PANEL; ++i) panel[at * PANEL + i] = rows[i * stride + at];
 }
 
-/* Whether the machine has the AVX512-BF16 instruction and is allowed to use it. */
-bool has_bf16_dots();
-
 /* name(format) is name_body<W, F> for the best instruction set and the operands' format. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DISPATCH_OPERANDS(name, signature, arguments)                                                                                  \

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 #include "lanes.h"
 
@@ -15,6 +16,15 @@ int instruction_set() {
 #endif
     const char* wanted = std::getenv("GNOMON_INSTRUCTION_SET");
     return wanted ? std::min(best, std::atoi(wanted)) : best;
+}
+
+bool has_bf16_dots() {
+#if defined(__x86_64__) && defined(__GNUC__)
+    const char* wanted = std::getenv("GNOMON_INSTRUCTION_SET");
+    return instruction_set() == 4 && __builtin_cpu_supports("avx512bf16") && !(wanted && std::strstr(wanted, "-nobf16"));
+#else
+    return false;
+#endif
 }
 
 extern "C" int32_t gnomon_abi(void) { return GNOMON_ABI; }

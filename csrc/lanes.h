@@ -106,3 +106,6 @@ INLINE vec<W> sigmoid(vec<W> x) {
 
 /* 4 or 3 for x86-64-v4 or -v3, else 0. GNOMON_INSTRUCTION_SET=3 or 0 in the environment lowers it, for tests. */
 int instruction_set();
+
+/* Whether that set comes with the AVX512-BF16 instructions; "4-nobf16" in the same variable leaves them out. */
+bool has_bf16_dots();

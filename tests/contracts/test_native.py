@@ -58,7 +58,7 @@ def test_the_interface_number_is_the_header_s(repository: Path) -> None:
 
 
 def test_every_function_of_the_header_is_declared(repository: Path) -> None:
-    header = (repository / "csrc" / "gnomon.h").read_text()
+    header = "".join(path.read_text() for path in sorted((repository / "csrc").glob("*.h")))
     for name, arguments in native._SIGNATURES.items():
         declaration = header.split(f"void {name}(")[1].split(")")[0]
         assert len(declaration.split(",")) == len(arguments), name
