@@ -7,6 +7,9 @@
 #include "gnomon.h"
 
 namespace gnomon {
+
+using namespace attention;
+
 namespace {
 
 const int64_t FEW = 64; /* new tokens of a sequence below which it is absorbed always: checking a draft has the bits of decoding it */
@@ -94,7 +97,7 @@ extern "C" void gnomon_latent_attention(const float* q, const void* pages, int32
                                         const int64_t* past, const int64_t* bounds, int64_t sequences, int64_t heads, int64_t nope,
                                         int64_t rope, int64_t value, int64_t latent, float scale, float* out, int32_t threads) {
     const gnomon::LatentShape shape{heads, nope, rope, value, latent, scale};
-    const gnomon::Scratch<char> packed(gnomon::latent_weights_bytes(shape, format));
+    const gnomon::attention::Scratch<char> packed(gnomon::latent_weights_bytes(shape, format));
     gnomon::pack_latent_weights(shape, kv_b, weight_format, format, packed.data);
     gnomon::latent_attention(gnomon::pool(threads), shape, {packed.data, format},
                              {const_cast<void*>(pages), page_tokens, page_tokens, page_format},

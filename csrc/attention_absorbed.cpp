@@ -6,7 +6,7 @@
 
 #include "attention_block.h"
 
-namespace gnomon {
+namespace gnomon::attention {
 namespace {
 
 const int64_t SPAN = 512;          /* keys of a span at the start of a sequence … */
@@ -210,4 +210,4 @@ void attend_absorbed(Pool& workers, const Call& call, const Run* runs, int64_t c
     });
 }
 
-}  // namespace gnomon
+}  // namespace gnomon::attention

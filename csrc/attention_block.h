@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "attention_tile.h"
 
-namespace gnomon {
+namespace gnomon::attention {
 
 const int64_t KEYS = 64; /* of one block; blocks begin at multiples of it */
 const int64_t KEY_PANELS = KEYS / PANEL;
@@ -111,4 +111,4 @@ INLINE void soften(float* scores, int64_t seen, float scale, float* largest, flo
     *largest = most;
 }
 
-}  // namespace gnomon
+}  // namespace gnomon::attention

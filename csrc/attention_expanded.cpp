@@ -5,7 +5,7 @@
 
 #include "attention_block.h"
 
-namespace gnomon {
+namespace gnomon::attention {
 namespace {
 
 const int64_t SPAN = 4;   /* blocks that are expanded together: they stay in the second-level cache */
@@ -130,4 +130,4 @@ void attend_expanded(Pool& workers, const Call& c, const Run* runs, int64_t coun
     parallel(workers, tasks.size(), [&](int64_t i, int) { run(c, tasks[i]); });
 }
 
-}  // namespace gnomon
+}  // namespace gnomon::attention

@@ -14,7 +14,7 @@
 #include "lanes.h"
 #include "matrix.h"
 
-namespace gnomon {
+namespace gnomon::attention {
 
 typedef uint32_t word;
 
@@ -240,4 +240,4 @@ INLINE void transpose_panel(const word* rows, int64_t stride, int64_t words, wor
     static auto* name(int32_t format) { return format == F32 ? name##_single : name##_pairs; }
 #endif
 
-}  // namespace gnomon
+}  // namespace gnomon::attention
