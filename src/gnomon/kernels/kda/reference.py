@@ -179,12 +179,14 @@ def decode(
         wanted = [] if copies is None else [a + tokens for sequence, tokens in copies.tolist() if sequence == s]
         state = conv[s : s + 1], matrix[s : s + 1]
         for first, last in pairwise([a, *wanted, b]):
-            rows = (x[first:last] for x in (projected, raw_decay, raw_beta))
-            o, *state = _advance(*rows, *state, conv_weight, A_log, dt_bias, lower_bound)
-            outputs.append(gated_norm(o, norm, gate[first:last], eps))
-            kept.append(tuple(state))
+            rows = slice(first, last)
+            o, *moved = _advance(projected[rows], raw_decay[rows], raw_beta[rows], *state, conv_weight, A_log, dt_bias, lower_bound)
+            outputs.append(gated_norm(o, norm, gate[rows], eps))
+            state = moved[0], moved[1]
+            kept.append(state)
         after.append(kept.pop())
-    return torch.cat(outputs), *(torch.cat(parts) for states in (after, kept) for parts in zip(*states, strict=True))
+    ends, copied = (tuple(torch.cat(parts) for parts in zip(*states, strict=True)) for states in (after, kept))
+    return torch.cat(outputs), ends[0], ends[1], copied[0], copied[1]
 
 
 def commit(
@@ -203,8 +205,8 @@ def commit(
     """The states after the first `prefix[s]` new tokens of each sequence, from what `decode` was given (report section 5.4.2)."""
     bounds, states = document_bounds(1, len(projected), cu_seqlens), [(conv[:0], matrix[:0])]
     for s, taken in enumerate(prefix.tolist()):
-        rows = (x[bounds[s] : bounds[s] + taken] for x in (projected, raw_decay, raw_beta))
-        states.append(_advance(*rows, conv[s : s + 1], matrix[s : s + 1], conv_weight, A_log, dt_bias, lower_bound)[1:])
+        rows, start = slice(bounds[s], bounds[s] + taken), (conv[s : s + 1], matrix[s : s + 1])
+        states.append(_advance(projected[rows], raw_decay[rows], raw_beta[rows], *start, conv_weight, A_log, dt_bias, lower_bound)[1:])
     return torch.cat([c for c, _ in states]), torch.cat([m for _, m in states])
 
 

@@ -86,7 +86,7 @@ class PackedMatrix:
         """From a matrix `[out, inner]` in fp32 or bf16, kept in that type; `buffer` may hold many matrices."""
         if w.ndim != 2 or w.dtype not in (torch.float32, torch.bfloat16):
             raise KernelError(f"packed weights: {tuple(w.shape)} in {w.dtype}; a matrix in torch.float32 or torch.bfloat16 can be packed")
-        return cls((_plain(w),), *w.shape, F32 if w.dtype == torch.float32 else BF16, buffer)
+        return cls((_plain(w),), w.shape[0], w.shape[1], F32 if w.dtype == torch.float32 else BF16, buffer)
 
     @classmethod
     def of_mxfp4(cls, packed: Tensor, scale: Tensor, buffer: WeightBuffer | None = None) -> "PackedMatrix":
@@ -109,7 +109,8 @@ class PackedMatrix:
     def values(self) -> Tensor:
         """The numbers that the weights stand for, `[out, inner]` in fp32."""
         if self.stored is not None:
-            return decode_mxfp4(*self.stored, dtype=torch.float32) if self.format == MXFP4 else self.stored[0].float()
+            codes, *scales = self.stored
+            return decode_mxfp4(codes, scales[0], dtype=torch.float32) if scales else codes.float()
         values = torch.empty(self.out, self.inner)
         native.library().gnomon_matrix_unpack(ctypes.addressof(self.view), values.data_ptr(), native.threads())
         return values
@@ -148,7 +149,7 @@ class PackedExperts:
         packed: list[list[PackedMatrix]] = [[], [], []]
         for expert in zip(*stacks, strict=True):
             for place, stored in zip(packed, expert, strict=True):
-                place.append(PackedMatrix.of(*stored, buffer) if len(stored) == 1 else PackedMatrix.of_mxfp4(*stored, buffer))
+                place.append(PackedMatrix.of(stored[0], buffer) if len(stored) == 1 else PackedMatrix.of_mxfp4(stored[0], stored[1], buffer))
         return cls(*packed)
 
     def view(self, beta1: float | None, beta2: float | None) -> ExpertsView:
@@ -181,7 +182,7 @@ def room(out: int, inner: int, code: int) -> int:
 def _room(stored: tuple[Tensor, ...]) -> int:
     if len(stored) == 2:
         return room(stored[0].shape[0], stored[0].shape[1] * 2, MXFP4)
-    return room(*stored[0].shape, F32 if stored[0].dtype == torch.float32 else BF16)
+    return room(stored[0].shape[0], stored[0].shape[1], F32 if stored[0].dtype == torch.float32 else BF16)
 
 
 def _plain(t: Tensor) -> Tensor:
