@@ -149,7 +149,8 @@ class PackedExperts:
         packed: list[list[PackedMatrix]] = [[], [], []]
         for expert in zip(*stacks, strict=True):
             for place, stored in zip(packed, expert, strict=True):
-                place.append(PackedMatrix.of(stored[0], buffer) if len(stored) == 1 else PackedMatrix.of_mxfp4(stored[0], stored[1], buffer))
+                codes, *scales = stored
+                place.append(PackedMatrix.of_mxfp4(codes, scales[0], buffer) if scales else PackedMatrix.of(codes, buffer))
         return cls(*packed)
 
     def view(self, beta1: float | None, beta2: float | None) -> ExpertsView:
