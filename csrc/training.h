@@ -11,4 +11,25 @@ GNOMON_API void gnomon_linear_backward_input(const float* const* d_y, int64_t ro
 GNOMON_API void gnomon_linear_backward_weights(const float* x, const float* const* d_y, int64_t rows, int64_t in, const int64_t* outs,
                                                int64_t count, float* const* d_weights, int32_t threads);
 
+/* Pairs (token, slot) sorted by expert, stable: ids [pairs]; starts [experts + 1] bounds each expert's pairs; order [pairs] is the pair at
+ * each sorted place and position [pairs] its inverse. range receives the smallest and largest id; where one names no expert, nothing else
+ * is written. */
+GNOMON_API void gnomon_group(const int64_t* ids, int64_t pairs, int64_t experts, int64_t* range, int64_t* starts, int64_t* order,
+                             int64_t* position);
+
+/* Routed experts over sorted pairs: y[n] = sum_j weights[n][j] W_down situ(W_gate z[n], W_up z[n]) with the stacks of the expert of (n, j).
+ *   z, y [tokens, latent]; weights [tokens, k]; w_gate, w_up [experts, inner, latent]; w_down [experts, latent, inner];
+ *   gate, up [tokens k, inner] receive the pre-activations in sorted order, for the backward pass. */
+GNOMON_API void gnomon_grouped_forward(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
+                                       const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
+                                       int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
+                                       float* y, int32_t threads);
+
+/* Its gradients from `grad` [tokens, latent] of y; those of an expert without pairs are zero. */
+GNOMON_API void gnomon_grouped_backward(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
+                                        const float* weights, const float* gate, const float* up, const int64_t* starts,
+                                        const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
+                                        int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
+                                        float* d_down, float* d_weights, int32_t threads);
+
 #endif

@@ -1,0 +1,82 @@
+"""Routed experts in C++ (csrc/experts.cpp): all products of an expert while its tokens are in cache, forward and backward, in fp32.
+
+Kept for the backward pass are the two pre-activations; the router's gradient is <W_downᵀ dy, a>, which needs no expert output (report
+§5.2.2). Read next: `fused.py`, the same formulas in PyTorch.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnomon.errors import KernelError
+from gnomon.kernels import native
+from gnomon.kernels.situ.cpu import UNCAPPED
+
+
+def refuse_experts(
+    z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor, beta1: float | None, beta2: float | None
+) -> str | None:
+    """Needs the library, fp32 on the CPU and ids of 64 bits."""
+    if ids.dtype != torch.int64:
+        return f"ids are {ids.dtype}; the C++ kernel takes torch.int64"
+    return native.refuse(z=z, w_gate=w_gate, w_up=w_up, w_down=w_down, weights=weights)
+
+
+def experts(
+    z: Float[Tensor, "N L"],
+    w_gate: Float[Tensor, "E I L"],
+    w_up: Float[Tensor, "E I L"],
+    w_down: Float[Tensor, "E L I"],
+    ids: Int[Tensor, "N k"],
+    weights: Float[Tensor, "N k"],
+    beta1: float | None,
+    beta2: float | None,
+) -> Float[Tensor, "N L"]:
+    """As the reference."""
+    return _Grouped.apply(z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor,
+        beta1: float | None, beta2: float | None,
+    ) -> Tensor:  # fmt: skip
+        count, inner, latent = w_gate.shape
+        if w_up.shape != w_gate.shape or w_down.shape != (count, latent, inner) or z.shape[1:] != (latent,) or ids.shape != weights.shape:
+            raise KernelError(f"experts: stacks {tuple(w_gate.shape)}, {tuple(w_up.shape)}, {tuple(w_down.shape)} with inputs "
+                              f"{tuple(z.shape)}, ids {tuple(ids.shape)} and weights {tuple(weights.shape)} do not fit together")
+        z, w_gate, w_up, w_down, weights = (t.contiguous() for t in (z, w_gate, w_up, w_down, weights))
+        grouping = _group(ids.contiguous(), count)
+        gate, up = (z.new_empty(ids.numel(), inner) for _ in range(2))
+        y = torch.empty_like(z)
+        ctx.sizes = (*ids.shape, count, latent, inner, beta1 or UNCAPPED, beta2 or UNCAPPED)
+        inputs = [t.data_ptr() for t in (z, w_gate, w_up, w_down, weights, *grouping)]
+        native.library().gnomon_grouped_forward(*inputs, *ctx.sizes, *(t.data_ptr() for t in (gate, up, y)), native.threads())
+        ctx.save_for_backward(z, w_gate, w_up, w_down, weights, gate, up, *grouping)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, *rest = ctx.saved_tensors
+        grad = grad.contiguous()
+        w_gate, w_up, w_down, weights = rest[:4]
+        made = [torch.empty_like(t) for t in (z, w_gate, w_up, w_down, weights)]
+        inputs = [t.data_ptr() for t in (z, grad, *rest)]
+        native.library().gnomon_grouped_backward(*inputs, *ctx.sizes, *(t.data_ptr() for t in made), native.threads())
+        return *made[:4], None, made[4], None, None
+
+
+def _group(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds of each expert's pairs, the pair at each sorted place, and its inverse. Raises `KernelError` as the reference does."""
+    starts, order, position, span = (ids.new_empty(n) for n in (num_experts + 1, ids.numel(), ids.numel(), 2))
+    outputs = [t.data_ptr() for t in (span, starts, order, position)]
+    native.library().gnomon_group(ids.data_ptr(), ids.numel(), num_experts, *outputs)
+    least, most = span.tolist()
+    if least < 0 or most >= num_experts:
+        raise KernelError(f"experts: ids span {least}..{most}, the stacks hold experts 0..{num_experts - 1}")
+    return starts, order, position
