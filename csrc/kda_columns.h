@@ -13,6 +13,10 @@
 /* The first `width` of W * NV columns of a row, zero beyond; and writing only those. */
 template <int W, int NV>
 INLINE void load_columns(const float* row, int64_t width, vec<W>* x) {
+    if (width == W * NV) {
+        for (int j = 0; j < NV; ++j) x[j] = load<W>(row + j * W);
+        return;
+    }
     for (int j = 0; j < NV; ++j) {
         const int64_t here = width - j * W;
         x[j] = here >= W ? load<W>(row + j * W) : here > 0 ? load_some<W>(row + j * W, here) : vec<W>{};
@@ -21,6 +25,10 @@ INLINE void load_columns(const float* row, int64_t width, vec<W>* x) {
 
 template <int W, int NV>
 INLINE void store_columns(float* row, int64_t width, const vec<W>* x) {
+    if (width == W * NV) {
+        for (int j = 0; j < NV; ++j) store<W>(row + j * W, x[j]);
+        return;
+    }
     for (int j = 0; j < NV; ++j) {
         const int64_t here = width - j * W;
         if (here > 0) store_some<W>(row + j * W, here >= W ? W : here, x[j]);
@@ -95,6 +103,39 @@ INLINE void walk_columns(const Tokens& x, int64_t keys, int64_t width, float* sl
             float* at = slice + (c * NV + j) * W;
             store<W>(at, load<W>(at) + last[c] * u[j]);
         }
+}
+
+/* One token on columns of a state [keys, values] where they stand: the bits of load, walk and store, in two passes instead of five.
+ * The state is written only with `commit`; `slice` is scratch. */
+template <int W, int NV>
+INLINE void step_columns(const Tokens& x, int64_t keys, int64_t values, int64_t width, float* state, bool commit, float* slice) {
+    constexpr int64_t AHEAD = 12; /* rows; the whole state comes from memory once */
+    vec<W> kept[NV] = {}, read[NV] = {}, value[NV], u[NV];
+    float kq = 0.0f;
+    for (int64_t c = 0; c < keys; ++c) {
+        const float kc = x.k[c], qc = x.q[c], d = x.decay[c];
+        vec<W> row[NV];
+        for (int j = 0; j < NV; ++j) __builtin_prefetch(state + (c + AHEAD) * values + j * W);
+        load_columns<W, NV>(state + c * values, width, row);
+        kq += kc * qc;
+        for (int j = 0; j < NV; ++j) {
+            const vec<W> s = row[j] * d;
+            store<W>(slice + (c * NV + j) * W, s);
+            kept[j] += kc * s;
+            read[j] += qc * s;
+        }
+    }
+    load_columns<W, NV>(x.v, width, value);
+    for (int j = 0; j < NV; ++j) {
+        u[j] = x.beta[0] * (value[j] - kept[j]);
+        read[j] += kq * u[j];
+    }
+    store_columns<W, NV>(x.o, width, read);
+    for (int64_t c = 0; commit && c < keys; ++c) {
+        vec<W> row[NV];
+        for (int j = 0; j < NV; ++j) row[j] = load<W>(slice + (c * NV + j) * W) + x.k[c] * u[j];
+        store_columns<W, NV>(state + c * values, width, row);
+    }
 }
 
 /* Vectors of columns that go together, for W lanes. */

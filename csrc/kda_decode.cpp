@@ -148,10 +148,30 @@ INLINE void normalise_rows_body(const Call& call, int64_t s, int64_t h, int64_t 
 }
 DISPATCH(normalise_rows, (const Call& call, int64_t s, int64_t h, int64_t from, int64_t count), (call, s, h, from, count))
 
+/* One token, whole rows of the state at a time where the registers hold them. */
+template <int W, int NV>
+INLINE void head_token(const Call& call, int64_t s, int64_t h, int64_t first, int64_t last, const Scratch& x) {
+    const int64_t K = call.layer.width;
+    prepare<W>(call, s, h, 0, 1, x);
+    float* out = call.rows.out ? call.rows.out + call.first(s) * call.rows.out_stride + h * K : x.o;
+    for (int64_t v = first; v < last; v += W * NV)
+        step_columns<W, NV>({x.q, x.k, x.decay, K, K, x.v + v, K, x.beta, 1, out + v, nullptr, K, 1}, K, K,
+                            std::min<int64_t>(W * NV, last - v), call.matrix(s, h) + v, call.commit, x.state);
+    if (call.parts != 1) return;
+    if (call.rows.out) normalise_rows_body<W>(call, s, h, 0, 1);
+    if (call.commit) keep_history(call, s, h, 1, call.conv(s));
+}
+
 template <int W, int NV>
 INLINE void head_columns(const Call& call, int64_t s, int64_t h, int64_t part, const Scratch& x) {
     const int64_t K = call.layer.width, columns = W * NV, count = call.count(s);
     const int64_t first = part * call.slices / call.parts, last = (part + 1) * call.slices / call.parts;
+    if (count == 1 && call.copies.count == 0) {
+        const int64_t from = first * columns, to = std::min(K, last * columns);
+        if (W == 16 && to - from == 8 * W) head_token<W, 2 * NV>(call, s, h, from, to, x);
+        else head_token<W, NV>(call, s, h, from, to, x);
+        return;
+    }
     const auto slice = [&](int64_t i) { return x.state + i * K * columns; };
     const auto width = [&](int64_t i) { return std::min<int64_t>(columns, K - i * columns); };
     for (int64_t i = first; i < last; ++i) load_slice<W, NV>(call.matrix(s, h) + i * columns, K, K, width(i), slice(i));
