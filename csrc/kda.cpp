@@ -110,7 +110,8 @@ extern "C" void gnomon_kda_forward(const void* q, const void* k, const void* v, 
                                    const float* initial, const int64_t* bounds, int64_t documents, int64_t heads, int64_t keys,
                                    int64_t values, int64_t period, float* o, float* last, float* error, float* states, int32_t threads) {
     const auto input = [&](const void* x, int bit) { return Input{x, (half >> bit & 1) != 0}; };
-    const int64_t columns = lanes_here() * vectors_of(lanes_here(), values);
+    int64_t columns = lanes_here() * vectors_of(lanes_here(), values);
+    while (columns > lanes_here() && documents * heads * ((values + columns - 1) / columns) < threads) columns /= 2;
     run(pool(threads),
         {input(q, 0), input(k, 1), input(v, 2), input(g, 3), input(beta, 4), initial, o, last, error, states, heads, keys, values, period,
          (values + columns - 1) / columns, columns},

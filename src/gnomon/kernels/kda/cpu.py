@@ -5,6 +5,7 @@ state before every `PERIOD`-th one; the backward pass begins from those. Read ne
 """
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from gnomon.errors import KernelError
 from gnomon.kernels import native
 from gnomon.kernels.kda.layout import document_bounds
 from gnomon.kernels.kda.reference import transition_by
+from gnomon.kernels.kda.segments import chunk_in_segments, segments_per_document
 from gnomon.kernels.operator import needs_grad
 
+NARROWEST = 16  # columns of a slice of the state, the smallest part of a head that a thread takes
 PERIOD = 64  # tokens between two kept states: the chunks between them stay in the second-level cache
 
 
@@ -32,11 +35,25 @@ def chunk(
     min_log_decay: float = -math.inf,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "S H K V"]]:
     """`reference.chunk`; any decay is safe here, so `min_log_decay` is not needed."""
-    bounds = torch.tensor(document_bounds(q.shape[0], q.shape[1], cu_seqlens))
-    _check_shapes(q, k, v, g, beta, initial_state, (len(bounds) - 1, *q.shape[2:], v.shape[-1]))
-    if needs_grad(q, k, v, g, beta, initial_state):
-        return _Chunk.apply(q, k, v, g, beta, initial_state, bounds)
-    o, last, *_ = _forward(q, k, v, g, beta, initial_state, bounds, keep=False)
+    borders = document_bounds(q.shape[0], q.shape[1], cu_seqlens)
+    _check_shapes(q, k, v, g, beta, initial_state, (len(borders) - 1, *q.shape[2:], v.shape[-1]))
+    lengths, (heads, keys), values = [b - a for a, b in pairwise(borders)], q.shape[2:], v.shape[-1]
+    counts = segments_per_document(lengths, heads, keys, values, native.threads(), -(-values // NARROWEST))
+    if all(count == 1 for count in counts):
+        return _whole(q, k, v, g, beta, initial_state, borders)
+    rows = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+    o, last = chunk_in_segments(_whole, *rows, initial_state, borders, counts)
+    return o.view(v.shape), last
+
+
+def _whole(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, borders: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Documents between these borders of the rows, whatever the leading dimensions."""
+    bounds = torch.tensor(borders)
+    if needs_grad(q, k, v, g, beta, initial):
+        return _Chunk.apply(q, k, v, g, beta, initial, bounds)
+    o, last, *_ = _forward(q, k, v, g, beta, initial, bounds, keep=False)
     return o, last
 
 
@@ -269,7 +286,7 @@ class _Chunk(torch.autograd.Function):
         types = (q.dtype, k.dtype, ctx.value_type, g.dtype, beta.dtype)
         grads = [torch.empty_like(x, dtype=torch.float32) for x in (q, k, error, g, beta, d_last)]
         operands, inputs = (q, k, g, beta), (error, states, d_o, d_last, bounds)
-        sizes = (len(bounds) - 1, *q.shape[2:], error.shape[-1], PERIOD)
+        sizes = (len(bounds) - 1, *q.shape[-2:], error.shape[-1], PERIOD)
         native.library().gnomon_kda_backward(
             *(x.data_ptr() for x in operands), _bf16_bits(*operands), *(x.data_ptr() for x in inputs), *sizes,
             *(x.data_ptr() for x in grads), native.threads(),
@@ -283,7 +300,7 @@ def _forward(
     """Outputs and last states, and with `keep` what the backward pass needs."""
     q, k, v, g, beta = (x.detach().contiguous() for x in (q, k, v, g, beta))
     initial = None if initial is None else initial.detach().contiguous()
-    documents, (heads, keys), values = len(bounds) - 1, q.shape[2:], v.shape[-1]
+    documents, (heads, keys), values = len(bounds) - 1, q.shape[-2:], v.shape[-1]
     outputs = [torch.empty_like(v, dtype=torch.float32), g.new_empty(documents, heads, keys, values, dtype=torch.float32)]
     if keep:
         periods = int(((bounds.diff() + PERIOD - 1) // PERIOD).sum())
