@@ -43,7 +43,7 @@ def test_split_is_unsplit(counts: list[int], strength: float, poisoned: None) ->
     borders = [0, 97, 97, 150, 151]
     inputs = draw(borders, strength)
     exact = gradients(by_reference, [x.double() for x in inputs], borders)
-    ours = gradients(lambda *x: chunk_in_segments(cpu._whole, *x, borders, counts), inputs)
+    ours = gradients(lambda *x: chunk_in_segments(cpu._whole, list(x[:5]), x[5], borders, counts), inputs)
     for name, a, b in zip(("o", "last", "q", "k", "v", "g", "beta", "initial"), ours, exact, strict=True):
         size = float(b.norm())
         if name == "g":  # a sum of products of queries and keys with their gradients, which may cancel to almost nothing
@@ -55,7 +55,7 @@ def test_split_of_the_reference_is_exact() -> None:
     borders = [0, 40]
     inputs = [x.double() for x in draw(borders, 1.0)]
     whole = gradients(by_reference, inputs, borders)
-    for a, b in zip(gradients(lambda *x: chunk_in_segments(by_reference, *x, borders, [3]), inputs), whole, strict=True):
+    for a, b in zip(gradients(lambda *x: chunk_in_segments(by_reference, list(x[:5]), x[5], borders, [3]), inputs), whole, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)  # its border states are fp32
 
 

@@ -41,8 +41,8 @@ def chunk(
     counts = segments_per_document(lengths, heads, keys, values, native.threads(), -(-values // NARROWEST))
     if all(count == 1 for count in counts):
         return _whole(q, k, v, g, beta, initial_state, borders)
-    rows = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    o, last = chunk_in_segments(_whole, *rows, initial_state, borders, counts)
+    flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    o, last = chunk_in_segments(_whole, flat, initial_state, borders, counts)
     return o.view(v.shape), last
 
 

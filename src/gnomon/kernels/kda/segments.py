@@ -44,15 +44,16 @@ def _seconds(lengths: list[int], counts: list[int], heads: int, extra: float, th
 
 def chunk_in_segments(
     form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    rows: list[Tensor],
     initial: Tensor | None,
     bounds: list[int],
     counts: list[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`form(q, k, v, g, beta, initial, bounds)` on rows of tokens [N, H, ·], document s in `counts[s]` segments.
+) -> tuple[Tensor, Tensor]:
+    """`form(q, k, v, g, beta, initial, bounds)` on `rows` of tokens q, k, v, g, beta [N, H, ·], document s in `counts[s]` segments.
 
     Equal to the unsplit result up to fp32 rounding of the border states, which do not pile up: M shrinks what comes in.
     """
+    q, k, v, g, beta = rows
     heads, keys, values = k.shape[1], k.shape[2], v.shape[2]
     cuts = [a + (b - a) * i // n for (a, b), n in zip(pairwise(bounds), counts, strict=True) for i in range(n)] + bounds[-1:]
     zeros = v.new_zeros(len(cuts) - 1, heads, keys, values, dtype=torch.float32)
@@ -60,7 +61,9 @@ def chunk_in_segments(
     wide = torch.cat([v, v.new_zeros(1).expand(*v.shape[:2], keys)], -1)
     o, last = form(q, k, wide, g, beta, torch.cat([zeros, identity], -1), cuts)
     added, carried = last.split([values, keys], -1)
-    starts, ends, segment = [], [], 0
+    starts: list[Tensor] = []
+    ends: list[Tensor] = []
+    segment = 0
     for s, n in enumerate(counts):
         state = zeros[0] if initial is None else initial[s]
         for _ in range(n):
