@@ -7,6 +7,7 @@ token and time per output token. Shapes are those of the models' published confi
 * equal `moe_tp_size` and `moe_ep_size` above 1 are one axis written twice: TP8 EP8 on 8 devices, not on 64;
 * rows with more than 8 devices of one axis are sums over separate prefill and decode servers, and rows with 0 groups are several servers:
   neither can be priced, both are left out;
+* the date is that of the measurement, where one is given;
 * caches are bf16, and fp8 under TensorRT-LLM for quantised models; NVFP4 and INT4 mixtures keep other weights in bf16, as their published
   exclusion lists do.
 """
@@ -126,6 +127,7 @@ class Row:
     output: int
     seconds_per_token: float
     seconds_to_first: float
+    date: str                     # YYYY-MM, empty where the source has none
 
     @property
     def configuration(self) -> tuple[Any, ...]:
@@ -170,6 +172,7 @@ def _row(raw: dict[str, str]) -> Iterator[Row]:
         devices = max(tensor * groups, cut * max(spread, 1))
     model = next(name for part, name in MODELS.items() if part in raw["model_path"])
     experts, rest = raw["moe_quant_mode"], raw["gemm_quant_mode"]
+    measured = re.search(r"measured=(\d{4}-\d\d)", raw["silicon_data_source"])
     if model == "gpt-oss-120b":
         experts, rest = "mxfp4" if experts == "nvfp4" else experts, "bf16"
     elif FAMILIES[model].experts is not None and rest in ("nvfp4", "int4_wo"):
@@ -177,7 +180,7 @@ def _row(raw: dict[str, str]) -> Iterator[Row]:
     yield Row(model=model, device=device(SYSTEMS[raw["system"]]), backend=raw["backend"], version=raw["backend_version"],
               formats=(experts, rest), devices=devices, tensor=tensor, concurrency=int(in_flight[1]), prompt=int(raw["isl"]),
               output=int(raw["osl"]), seconds_per_token=float(raw["silicon_tpot_ms"]) / 1e3,
-              seconds_to_first=float(raw["silicon_ttft_ms"]) / 1e3)
+              seconds_to_first=float(raw["silicon_ttft_ms"]) / 1e3, date=measured[1] if measured else "")
 
 
 def demand(row: Row) -> Demand:

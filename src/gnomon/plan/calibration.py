@@ -37,6 +37,9 @@ EXPECTED_SPREAD = Coefficients(layer_seconds=1.0, expert_layer_seconds=1.0, sequ
 NOISE = 0.15
 """Standard deviation of the logarithm of one measured time that is beyond any model: versions, clocks, drafting switched on unsaid."""
 
+BEYOND = 1.35
+"""Power by which a band widens beyond the measured range: published K3 and DeepSeek figures against the global fit (planner_anchors)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
@@ -78,6 +81,7 @@ class Record:
     spread_beyond: float = setting(doc="80 % band beyond the range")
     range: Range = setting(factory=Range, doc="what was measured")
     coefficients: Coefficients = setting(EXPECTED, "what the stack makes of a step")
+    drift: float = setting(0.0, "rate per year at which fixed times shrank among the measurements: software moves")
     first_token: FirstToken = setting(factory=FirstToken, doc="prefill and what comes before it")
     training: dict[str, float] = setting(factory=dict, doc="share of dense peak that a whole training step reaches, by arithmetic")
     training_spread: float = setting(0.6, "80 % band of that share")
@@ -95,6 +99,12 @@ class Record:
             if not 0 < share <= 0.8:
                 raise ConfigError(f"'training.{arithmetic}' is {share}; whole training steps reach a share of peak between 0 and 0.8")
 
+    def at(self, date: str) -> "Record":
+        """The record with fixed times as they would stand at a date (YYYY-MM), had software gone on as it did; a year on at most."""
+        years = max(-1.0, min(1.0, _years(date) - _years(self.date)))
+        factor = math.exp(-self.drift * years)
+        return scaled(self, {name: factor for name in as_table(self.coefficients) if name.endswith("_seconds")})
+
     def covers(self, device: Device, ranks: int, sequences: float, context: float) -> bool:
         """Whether a step lies inside what was measured."""
         return (not self.devices or device.name in self.devices) and ranks <= self.range.ranks and \
@@ -105,6 +115,13 @@ class Record:
         if not self.covers(device, ranks, sequences, context):
             return self.spread_beyond, "extrapolated", f"beyond what '{self.title}' measured"
         return self.spread, "validated" if self.stack == "any" else "calibrated", f"record '{self.title}' of {self.date}"
+
+
+def _years(date: str) -> float:
+    year, _, rest = date.partition("-")
+    if not year.isdigit() or not rest[:2].isdigit():
+        raise ConfigError(f"'{date}' is not a date; write YYYY-MM")
+    return int(year) + (int(rest[:2]) - 1) / 12
 
 
 def user_folder() -> Path:
@@ -134,16 +151,17 @@ def read_record(path: Path) -> Record:
 
 
 def best_record(device: Device, stack: str | None = None) -> Record:
-    """The record measured on this device and stack, else on this fabric and stack, else the default one."""
-    found = [record(name) for name in record_names() if name != DEFAULT]
-    if stack is not None and stack not in {item.stack for item in found}:
-        known = sorted({item.stack for item in found} - {"any"})
+    """The record of a stack that was measured on the device or else its fabric; without a stack the machine's own, else the global one."""
+    if stack is None:
+        own = [read_record(path) for path in sorted((user_folder() / "records").glob("*.toml"))]
+        return next((item for item in own if device.name in item.devices), None) or record(DEFAULT)
+    found = [item for item in map(record, record_names()) if item.stack != "any"]
+    known = sorted({item.stack for item in found})
+    if stack not in known:
         raise ConfigError(f"no record for stack '{stack}'{suggestion(stack, known)} (known: {', '.join(known)}; or none: the global fit)")
     fabric = device.fabric.split()[0] if device.fabric else ""
-    matching = [item for item in found if stack is not None and item.stack == stack and item.fabric in (fabric, "any")]
-    matching.sort(key=lambda item: (device.name in item.devices, item.date), reverse=True)
-    own = [item for item in found if stack is None and item.devices == (device.name,)]
-    return next(iter(matching or own), None) or record(DEFAULT)
+    matching = [item for item in found if item.stack == stack and item.fabric in (fabric, "any")]
+    return max(matching, key=lambda item: (device.name in item.devices, item.date), default=None) or record(DEFAULT)
 
 
 def fit(demand: Any, measured: Any, prior: Coefficients = EXPECTED, looseness: Coefficients | float = EXPECTED_SPREAD,
@@ -197,6 +215,11 @@ def fit_logarithms(predict: Callable[[Any], Any], measured: Any, centre: Sequenc
             if damping > 1e8:
                 break
     return [float(value) for value in np.exp(point)]
+
+
+def wider(spread: float) -> float:
+    """The band beyond the measured range of a record with this band inside it."""
+    return round(math.expm1(BEYOND * math.log1p(spread)), 3)
 
 
 def band(misses: Sequence[float], pooled: float | None = None, strength: float = 10.0) -> float:

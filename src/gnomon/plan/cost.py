@@ -23,6 +23,12 @@ from gnomon.units import format_bytes
 NETWORK_HOPS = 2.0
 """A doubling of ranks over the network takes this many times as long as one within a domain, on top (10 µs: aiconfigurator's systems)."""
 
+RINGS = ("PCIe", "Thunderbolt", "ConnectX", "Ethernet")
+"""Fabrics without a switch that adds or repeats: collectives take one step per other rank."""
+
+RING_STEP = 3 / 7
+"""A ring of 8 takes as long as three doublings: where the two laws are set equal."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployment:
@@ -157,7 +163,7 @@ def _message(cluster: Cluster, layout: Layout, item: Exchange) -> tuple[float, f
     device, inside = cluster.device, cluster.devices_per_domain
     span = {"tensor": layout.tensor, "kv": layout.tensor, "expert": layout.expert_shards, "context": layout.tensor * layout.context,
             "pipeline": layout.tensor * layout.context * layout.pipeline, "data": layout.ranks}[item.axis]
-    hops, domains = item.calls * math.log2(max(2, item.ranks)), -(-span // inside)
+    hops, domains = item.calls * doublings(item.ranks, device.fabric), -(-span // inside)
     if domains == 1:
         return hops, item.sent_bytes / device.scale_up_bandwidth if device.scale_up_bandwidth else 0.0
     hops += item.calls * NETWORK_HOPS * math.log2(domains)
@@ -165,6 +171,13 @@ def _message(cluster: Cluster, layout: Layout, item: Exchange) -> tuple[float, f
     crossing = {"all-to-all": 1 - inside / span, "send": 1.0}.get(item.verb, 1 / min(inside, item.ranks))
     inner = (1 - crossing) * item.sent_bytes / device.scale_up_bandwidth if device.scale_up_bandwidth else 0.0
     return hops, inner + crossing * item.sent_bytes / device.scale_out_bandwidth
+
+
+def doublings(ranks: int, fabric: str) -> float:
+    """Steps of a collective, in units of those that a switch takes per doubling of ranks; without a switch they go round a ring."""
+    if any(fabric.startswith(name) for name in RINGS):
+        return RING_STEP * (ranks - 1)
+    return math.log2(max(2, ranks))
 
 
 def message_seconds(plan: Deployment, listed: list[Exchange]) -> float:

@@ -109,7 +109,8 @@ def _pace(plan: Deployment, work: Serving, running: float, new_tokens: float) ->
     """The step, tokens per step, and seconds per token and user, prompts of others included."""
     per_step = gained(work.speculation, work.mean_context)
     drafts = 0 if work.speculation is None else work.speculation.drafts
-    later = 1.0 if work.waves is None else 1 - 1 / max(1.0, work.waves)     # in a single burst all prompts are read before
+    # Of a burst, each request sees on average half of the other prompts being read after its own first token.
+    later = 1.0 if work.waves is None else 1 - 0.5 / max(0.5, work.waves)
     prompts = later * running * per_step.value * new_tokens / work.output_tokens
     step = decode(plan, running, work.mean_context, 1.0 + drafts, prompts)
     total = step.total
@@ -151,7 +152,7 @@ def _first_token(plan: Deployment, work: Serving, reading: Estimate, pace: Estim
     share = min(0.95, running * reading.value / stay)     # of the time, prompts are being read
     queue = share / (2 * (1 - share)) * reading.value     # equal prompts that arrive at random (M/D/1)
     if work.waves is not None:
-        queue = max(queue, running * reading.value / (2 * work.waves))   # all at once, `waves` times over
+        queue = max(queue, (running - 1) * reading.value / (2 * work.waves))   # all at once, `waves` times over
     if work.arrivals_per_second is not None and utilisation < 1:
         queue += utilisation ** math.sqrt(2 * (memory.running + 1)) / (1 - utilisation) * stay / memory.running
     waiting = max(0.0, work.concurrency / memory.fits - 1) * stay if work.arrivals_per_second is None else 0.0
