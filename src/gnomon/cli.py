@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
+from gnomon.plan import command as plan
 
 SPIN_COUNT = "3000"  # OpenMP's own 300000 makes a step fifty times as long while another program wants a core (docs/log.md)
 EPILOG = "Recipes are TOML files in recipes/; any field can be set as a.b=c. `gnomon VERB --help` describes a verb."
@@ -26,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: six verbs."""
+    """The command line: seven verbs."""
     top = _Parser(prog="gnomon", description="Text in, a trained model of the Kimi K3 family out.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=_version())
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change before showing")
 
+    plan.declare(verbs.add_parser("plan", help="what fits, which wall binds, which knob is cheapest to turn"))
     verbs.add_parser("kernels", help="each operator and implementation on this machine: used, or refused and why")
     return top
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         known = parser()
         _check_verb(arguments)
-        parsed = known.parse_args(arguments)
+        parsed = known.parse_args(["plan", *plan.ordered(arguments[1:])] if arguments[:1] == ["plan"] else arguments)
         if parsed.verb is None:
             known.print_help()
             return 0
@@ -189,7 +191,7 @@ def _kernels(parsed: argparse.Namespace) -> None:
     Console().print(table())
 
 
-VERBS = {"tour": _tour, "train": _train, "sample": _sample, "export": _export, "show": _show, "kernels": _kernels}
+VERBS = {"tour": _tour, "train": _train, "sample": _sample, "export": _export, "show": _show, "plan": plan.run, "kernels": _kernels}
 
 if __name__ == "__main__":
     sys.exit(main())

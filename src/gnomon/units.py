@@ -109,7 +109,11 @@ def format_dollars(amount: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.25 → `"250 ms"`, 95 → `"1 min 35 s"`, 7384 → `"2 h 3 min"`."""
+    """0.25 → `"250 ms"`, 95 → `"1 min 35 s"`, 7384 → `"2 h 3 min"`, two days and more in days."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} days"
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -49,6 +49,7 @@ def test_what_is_no_quantity_is_an_error_that_lists_the_units(text: str) -> None
     (format_count(2_779_484_476_000), "2.78T"), (format_count(896), "896"), (format_flops(2.1e12), "2.1 TFLOP"),
     (format_dollars(1234.5), "$1,234.50"), (format_seconds(0.25), "250 ms"), (format_seconds(95), "1 min 35 s"),
     (format_seconds(7384), "2 h 3 min"), (format_seconds(12.34), "12.3 s"),
+    (format_seconds(7 * 86400), "7.0 days"), (format_seconds(25e-6), "25 µs"),
 ])
 def test_printing(shown: str, expected: str) -> None:
     assert shown == expected

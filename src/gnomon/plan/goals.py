@@ -86,6 +86,9 @@ def metric(name: str, phase: Phase) -> Metric:
     raise ConfigError(f"unknown goal or limit '{name}'{suggestion(name, names)} (for {phase}: {', '.join(names)})")
 
 
+ROUNDING = 1e-9
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
     """A bound that a plan must keep: a floor where more of the metric is better, else a ceiling."""
@@ -99,8 +102,8 @@ class Limit:
             raise ConfigError(f"'{self.metric.name}' is {self.bound:g}; no plan is bounded by that; give a positive number")
 
     def keeps(self, value: float) -> bool:
-        """Whether a value respects the bound."""
-        return value >= self.bound if self.metric.more_is_better else value <= self.bound
+        """Whether a value respects the bound, up to rounding: what was made to fill a limit keeps it."""
+        return self.slack(value) >= -ROUNDING
 
     def slack(self, value: float) -> float:
         """Room left as a share of the bound: 0 at the bound, negative beyond it."""

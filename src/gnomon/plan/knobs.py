@@ -21,8 +21,8 @@ from gnomon.plan.workload import Serving, Speculation, Training
 Turn = Callable[[Choice], Choice | None]
 """A notch: the choice after it, or nothing where the knob has no further position."""
 
-Price = Literal["free", "retraining", "money"]
-"""What turning costs: nothing once the model serves, a new training, or a bill that changes."""
+Price = Literal["free", "retraining", "money", "another question"]
+"""What turning costs: nothing, a new training, a bill that changes; or it is a change of what was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,7 +229,7 @@ def _format_knob(part: str, title: str, phases: tuple[Phase, ...] = ("serve", "t
 
 
 def _work_knob(name: str, title: str, field: str, phases: tuple[Phase, ...], contested: str = "") -> Knob:
-    return Knob(name=name, title=title, changes="work", costs="free", phases=phases, notch="twice, half", contested=contested,
+    return Knob(name=name, title=title, changes="work", costs="another question", phases=phases, notch="twice, half", contested=contested,
                 shown=lambda choice: f"{getattr(choice.work, field):g}", up=_work(field, 2), down=_work(field, 0.5, 0.01))
 
 
@@ -247,7 +247,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(name="mix", title="KDA layers for each MLA layer", changes="model", costs="retraining", notch="next of 0, 1, 3, 7, 15",
          contested="only 3:1 against all MLA has a published gain", shown=lambda choice: f"{_mix_of(choice.model)}:1", up=_mix(1),
          down=_mix(-1)),
-    Knob(name="context", title="tokens of context", changes="work", costs="free", notch="twice, half",
+    Knob(name="context", title="tokens of context", changes="work", costs="another question", notch="twice, half",
          shown=lambda choice: f"{choice.work.context if isinstance(choice.work, Training) else choice.work.prompt:,}",
          up=_context(2), down=_context(0.5)),
     _format_knob("experts", "format of the routed experts", contested="needs training with that rounding in view to keep quality"),
@@ -268,7 +268,7 @@ KNOBS: tuple[Knob, ...] = (
          up=_drafts(1), down=_drafts(-1)),
     _work_knob("effort", "tokens written per answer, against the base", "effort", SERVING, law("effort").formula),
     _work_knob("rl-length", "tokens per rollout", "output_tokens", ("rl",), law("rl-length").formula),
-    Knob(name="cached-share", title="share of the prompt found in the cache", changes="work", costs="free", phases=SERVING,
+    Knob(name="cached-share", title="share of the prompt found in the cache", changes="work", costs="another question", phases=SERVING,
          notch="0.1 more or less", shown=lambda choice: f"{choice.work.cached_share:g}" if isinstance(choice.work, Serving) else "none",
          up=_cached(0.1), down=_cached(-0.1)),
     _work_knob("concurrency", "requests in flight on one copy", "concurrency", ("serve", "rl")),

@@ -8,11 +8,13 @@ Where no law is known, the list says so. Read next: `fit.py`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from gnomon.errors import ConfigError
 from gnomon.extend import find, suggestion
 from gnomon.model.config import ModelConfig
+from gnomon.plan.inventory import ByValue
 from gnomon.plan.quantity import Badge, Estimate
 
 Numbers = tuple[float, float, float]
@@ -207,6 +209,16 @@ def law(name: str) -> Law:
     raise ConfigError(f"unknown law '{name}'{suggestion(name, names)} (laws: {', '.join(names)}; or a dotted path 'your_pkg.laws:LAW')")
 
 
+def sizes(config: ModelConfig) -> tuple[int, int]:
+    """Active and total parameters, counted once per model."""
+    return _counted(ByValue(config))
+
+
+@lru_cache(maxsize=256)
+def _counted(key: ByValue) -> tuple[int, int]:
+    return key.config.activated_parameters(), key.config.num_parameters()
+
+
 def scale_of(config: ModelConfig, tokens: float) -> Scale:
     """What the laws see of a model."""
     moe = config.moe
@@ -216,7 +228,8 @@ def scale_of(config: ModelConfig, tokens: float) -> Scale:
     else:
         visited, pool = (n + moe.num_shared_experts for n in (moe.num_experts_per_token, moe.num_experts))
         shape = {"activation": visited / pool, "granularity": 2 * config.hidden_size / moe.moe_intermediate_size}
-    return Scale(active=config.activated_parameters(), total=config.num_parameters(), tokens=tokens,
+    active, total = sizes(config)
+    return Scale(active=active, total=total, tokens=tokens,
                  kda_share=kinds.count("kda") / len(kinds), depth_reads=config.attention_residuals != "off", **shape)
 
 
@@ -228,6 +241,12 @@ def multiplier(scale: Scale) -> Estimate:
     return law("leverage").at(scale) * law("kda-mix").at(scale) * law("depth-reads").at(scale)
 
 
+def _gain(scale: Scale) -> Numbers:
+    """`multiplier` as plain numbers: solving asks for it many thousand times."""
+    parts = (_leverage(scale), _mix(scale), _depth(scale))
+    return math.prod(p[0] for p in parts), math.prod(p[1] for p in parts), math.prod(p[2] for p in parts)
+
+
 def loss(config: ModelConfig, tokens: float) -> Estimate:
     """Nats per token after training: the dense law at the size of the dense model that would need as much compute to be as good.
 
@@ -235,12 +254,12 @@ def loss(config: ModelConfig, tokens: float) -> Estimate:
     after the same 1T tokens, arXiv 2507.17702 §5).
     """
     scale = scale_of(config, tokens)
-    gain = multiplier(scale)
+    gain = _gain(scale)
     guess = math.log(config.vocab_size)  # far below the fitted range the power laws pass what guessing evenly would give
     value, low, high = (min(guess, _dense_at(scale.active * factor, tokens)[index])
-                        for index, factor in enumerate((gain.value, gain.high, gain.low)))
+                        for index, factor in enumerate((gain[0], gain[2], gain[1])))
     return Estimate(value=value, low=low, high=high, unit="nat/token", badge="extrapolated",
-                    because=f"dense law at {gain.value:.3g} times the active parameters; your own text and tokenizer shift it")
+                    because=f"dense law at {gain[0]:.3g} times the active parameters; your own text and tokenizer shift it")
 
 
 def best_split(compute: float) -> tuple[float, float]:

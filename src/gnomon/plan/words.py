@@ -108,6 +108,8 @@ def question(words: Sequence[str], hardware: tuple[Device, int | None], model: s
             goal_word = value
         else:
             limits.append(_limit(key, value, phase))
+    if model is None and phase != "train":
+        raise ConfigError("which model? say e.g. --model k3-2.8t, a config.json, a run folder, or a size such as --model 1B")
     config = None if model is None else read_model(model, tuple(model_fields))
     said = {limit.metric.name for limit in limits} | ({goal_word} if goal_word else set())
     assumptions = _assume(phase, work, config, said)
@@ -116,6 +118,12 @@ def question(words: Sequence[str], hardware: tuple[Device, int | None], model: s
     Layout(**layout)
     return Question(phase=phase, name=model or "free", model=config, device=hardware[0], devices=hardware[1], work=work, layout=layout,
                     precision=formats, goal=goal, limits=tuple(limits), assumptions=tuple(assumptions))
+
+
+def taken(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Words without those that set one of `names`, and those apart."""
+    apart = {key: value for key, _, value in (word.partition("=") for word in words if "=" in word) if key in names}
+    return [word for word in words if word.partition("=")[0] not in names or "=" not in word], apart
 
 
 def read_model(text: str, overrides: tuple[str, ...] = ()) -> ModelConfig:
