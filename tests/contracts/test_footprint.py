@@ -62,6 +62,29 @@ def test_latents_stand_on_every_tensor_rank_unless_dealt() -> None:
     assert kv_bytes_per_token(K3, RELEASED, Layout(context=4)) == 27_648 / 4
 
 
+def test_what_no_head_divides_stands_on_every_rank() -> None:
+    parts = parameters(K3, Layout(tensor=8)).parts
+    inner = 69 * 128 * 7168  # f_a, and the norm over one head's width
+    assert parts["kda"] == (30_618_086_496 - inner - 69 * 128) / 8 + inner + 69 * 128
+    assert parts["norms"] == parameters(K3).parts["norms"] and parts["router"] == 92 * (896 * 7168 / 8 + 896)
+    assert parts["routed"] == parameters(K3, Layout(tensor=2, expert=8, data=4)).parts["routed"] == 2_722_740_830_208 / 8
+
+
+def test_only_the_last_stage_of_zero_shares_weights_out() -> None:
+    sizes = [weights(K3, RELEASED, Layout(data=8, zero=zero)).bytes for zero in range(4)]
+    assert sizes[0] == sizes[1] == sizes[2] == K3.checkpoint_bytes() and sizes[3] == pytest.approx(sizes[0] / 8)
+
+
+def test_the_fullest_stage_is_the_limit() -> None:
+    """The stage that holds the head, or one more layer, has less room: a pipeline takes what its tightest stage takes."""
+    room = capacity(K3, RELEASED, Layout(tensor=2, pipeline=4), device("gb300"))
+    assert len(set(room.left)) > 1
+    for context in (1, 100_000):
+        each = [left / (context * token + state) for left, token, state in zip(room.left, room.per_token, room.per_sequence)]
+        assert room.sequences(context) == pytest.approx(min(each))
+    assert room.tokens() == pytest.approx(min(left / token for left, token in zip(room.left, room.per_token)))
+
+
 def test_state_with_drafts_is_what_an_engine_allocates() -> None:
     eight = Layout(tensor=8)
     assert state_bytes(K3, RELEASED, eight, draft_tokens=2) / 2**20 == pytest.approx(54.78, abs=0.005)
