@@ -119,6 +119,9 @@ typedef struct gnomon_experts {
 GNOMON_API void gnomon_buffer_allocate(int64_t bytes, void** address);
 GNOMON_API void gnomon_buffer_free(void* address, int64_t bytes);
 
+/* Reads a buffer once, as fast as `threads` can, and takes the exclusive or of its 8-byte words: the yardstick for products that are bound by memory. */
+GNOMON_API void gnomon_buffer_read(const void* address, int64_t bytes, uint64_t* parity, int32_t threads);
+
 /* Bytes of `data` and of `scales` that a packed matrix of this shape and format needs. */
 GNOMON_API void gnomon_matrix_bytes(int64_t out, int64_t in, int32_t format, int64_t* data, int64_t* scales);
 

@@ -66,13 +66,16 @@ Scratch& scratch(Use use) {
     return of_thread[use];
 }
 
-void multiply_groups(const Matrix& w, int64_t first, int64_t last, const Inputs& x, int64_t row, int64_t rows, float* y, int64_t y_stride,
-                     bool add) {
+Inputs Inputs::from(int64_t row) const {
+    const char* at = static_cast<const char*>(rounded);
+    return {plain + row * plain_stride, plain_stride, at ? at + row * rounded_stride * kernels().input_bytes : nullptr, rounded_stride};
+}
+
+void multiply_groups(const Matrix& w, int64_t first, int64_t last, const Inputs& x, int64_t rows, float* y, int64_t y_stride, bool add) {
     const Kernels& k = kernels();
-    const int64_t width = w.format == F32 ? 4 : k.input_bytes;
     Tile t{};
     t.in = w.in;
-    t.x = static_cast<const char*>(w.format == F32 ? x.plain : x.rounded) + row * (w.format == F32 ? x.plain_stride : x.rounded_stride) * width;
+    t.x = w.format == F32 ? x.plain : x.rounded;
     t.x_stride = w.format == F32 ? x.plain_stride : x.rounded_stride;
     t.rows = rows;
     t.y_stride = y_stride;
@@ -83,7 +86,7 @@ void multiply_groups(const Matrix& w, int64_t first, int64_t last, const Inputs&
         t.lanes = ceil_div(t.out, PANEL) * PANEL;
         t.w = static_cast<const char*>(w.data) + group * group_bytes(w);
         t.scales = w.format == MXFP4 ? w.scales + group * GROUP * (w.in / BLOCK) : nullptr;
-        t.y = y + row * y_stride + group * GROUP;
+        t.y = y + (group - first) * GROUP;
         k.multiply[w.format](t);
     }
 }
@@ -115,7 +118,8 @@ void multiply(Pool& pool, const Matrix& w, const float* x, int64_t rows, int64_t
     const int64_t groups = ceil_div(w.out, GROUP);
     parallel(pool, cut.tasks, [&](int64_t task, int) {
         const int64_t row = task / cut.tasks_across * ROW_BLOCK, first = task % cut.tasks_across * cut.groups;
-        multiply_groups(w, first, std::min(first + cut.groups, groups), inputs, row, std::min(ROW_BLOCK, rows - row), y, y_stride, add);
+        multiply_groups(w, first, std::min(first + cut.groups, groups), inputs.from(row), std::min(ROW_BLOCK, rows - row),
+                        y + row * y_stride + first * GROUP, y_stride, add);
     });
 }
 
@@ -131,7 +135,8 @@ void multiply_many(Pool& pool, const Matrix* const* w, float* const* y, int64_t 
         for (; task >= cut.tasks; cut = Cut(*w[++i], rows)) task -= cut.tasks;
         const int64_t row = task / cut.tasks_across * ROW_BLOCK, first = task % cut.tasks_across * cut.groups;
         const int64_t last = std::min(first + cut.groups, ceil_div(w[i]->out, GROUP));
-        multiply_groups(*w[i], first, last, inputs, row, std::min(ROW_BLOCK, rows - row), y[i], w[i]->out, false);
+        multiply_groups(*w[i], first, last, inputs.from(row), std::min(ROW_BLOCK, rows - row),
+                        y[i] + row * w[i]->out + first * GROUP, w[i]->out, false);
     });
 }
 

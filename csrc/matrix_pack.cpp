@@ -2,8 +2,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
+#include "lanes.h"
 #include "matrix_work.h"
 
 namespace gnomon {
@@ -94,6 +96,37 @@ void unpack_row(const Matrix& w, int64_t row, float* values) {
     }
 }
 
+template <int W>
+INLINE void read_body(const char* p, int64_t words, uint64_t* sum) {
+    typedef typename Lanes<W>::ints Ints;
+    Ints totals[4] = {};
+    const int64_t step = 4 * W / 2;
+    int64_t i = 0;
+    for (; i + step <= words; i += step) {
+        for (int j = 0; j < 4; ++j) {
+            Ints next;
+            std::memcpy(&next, p + i * 8 + j * W * 4, sizeof next);
+            totals[j] ^= next;
+        }
+    }
+    totals[0] ^= totals[1] ^ totals[2] ^ totals[3];
+    *sum = 0;
+    for (int j = 0; j < W; ++j) *sum ^= static_cast<uint64_t>(static_cast<uint32_t>(totals[0][j])) << (j % 2 * 32);
+    for (; i < words; ++i) {
+        uint64_t last;
+        std::memcpy(&last, p + i * 8, sizeof last);
+        *sum ^= last;
+    }
+}
+
+DISPATCH(read, (const char* p, int64_t words, uint64_t* sum), (p, words, sum))
+
+uint64_t read_words(const char* p, int64_t words) {
+    uint64_t sum;
+    read(p, words, &sum);
+    return sum;
+}
+
 }  // namespace
 
 int64_t data_bytes(const Matrix& w) {
@@ -125,6 +158,15 @@ extern "C" void gnomon_buffer_allocate(int64_t bytes, void** address) {
 
 extern "C" void gnomon_buffer_free(void* address, int64_t bytes) {
     if (address) munmap(address, gnomon::mapped(bytes));
+}
+
+extern "C" void gnomon_buffer_read(const void* address, int64_t bytes, uint64_t* sum, int32_t threads) {
+    const int64_t piece = 1 << 20, pieces = (bytes + piece - 1) / piece;
+    std::atomic<uint64_t> total{0};
+    gnomon::parallel(gnomon::pool(threads), pieces, [&](int64_t i, int) {
+        total ^= gnomon::read_words(static_cast<const char*>(address) + i * piece, std::min(piece, bytes - i * piece) / 8);
+    });
+    *sum = total;
 }
 
 extern "C" void gnomon_matrix_bytes(int64_t out, int64_t in, int32_t format, int64_t* data, int64_t* scales) {

@@ -19,7 +19,7 @@ struct Scratch {
     char* get(int64_t bytes);
     ~Scratch();
 };
-enum Use { TILE, INPUTS, HIDDEN, OUTPUTS, ORDER, USES };
+enum Use { TILE, INPUTS, GATHERED, BRANCHES, HIDDEN, OUTPUTS, USES };
 Scratch& scratch(Use use);
 
 /* The same rows as they came and as products of bf16 read them; strides in elements. */
@@ -28,13 +28,13 @@ struct Inputs {
     int64_t plain_stride;
     const void* rounded;
     int64_t rounded_stride;
+    Inputs from(int64_t row) const;
 };
 int64_t rounded_stride(int64_t in);
 void round_rows(const float* x, int64_t rows, int64_t stride, int64_t in, char* to);
 Inputs prepare(Pool& pool, const float* x, int64_t rows, int64_t stride, int64_t in, bool round, Scratch& room);
 
-/* Groups [first, last) of W x for rows [row, row + rows) of at most ROW_BLOCK; y is that of row 0 and output 0. On the calling thread. */
-void multiply_groups(const Matrix& w, int64_t first, int64_t last, const Inputs& x, int64_t row, int64_t rows, float* y, int64_t y_stride,
-                     bool add);
+/* Groups [first, last) of W x for at most ROW_BLOCK rows, on the calling thread; y begins at the first of their outputs. */
+void multiply_groups(const Matrix& w, int64_t first, int64_t last, const Inputs& x, int64_t rows, float* y, int64_t y_stride, bool add);
 
 }  // namespace gnomon

@@ -42,6 +42,7 @@ _SIGNATURES = {
     "gnomon_depth_backward": [*[_P] * 5, *[_I64] * 3, _P, _P, _I32],
     "gnomon_buffer_allocate": [_I64, _P],
     "gnomon_buffer_free": [_P, _I64],
+    "gnomon_buffer_read": [_P, _I64, _P, _I32],
     "gnomon_matrix_bytes": [_I64, _I64, _I32, _P, _P],
     "gnomon_matrix_pack": [*[_P] * 3, _I32],
     "gnomon_matrix_unpack": [_P, _P, _I32],
