@@ -166,6 +166,10 @@ void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, c
 }  // namespace gnomon
 
 extern "C" void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
-                                       int64_t k, float* y, int32_t threads) {
+                                       int64_t k, float* y, int64_t* refused, int32_t threads) {
+    *refused = -1;
+    for (int64_t i = 0; i < rows * k && *refused < 0; ++i)
+        if (ids[i] < 0 || ids[i] >= experts->count) *refused = i;
+    if (*refused >= 0) return;
     gnomon::experts(gnomon::pool(threads), *experts, z, ids, weights, rows, k, y);
 }

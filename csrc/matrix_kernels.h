@@ -6,7 +6,7 @@
 namespace gnomon {
 
 const int64_t GROUP = 64;   /* outputs whose weights stand interleaved: one stream of memory */
-const int64_t AHEAD = 1024; /* bytes from a weight that is used to one that is asked for, where memory sets the pace */
+const int64_t AHEAD = 4096; /* bytes from a weight that is used to one that is asked for, where memory sets the pace */
 const int64_t ROW_BLOCK = 96; /* rows of one piece: their inputs and sums stay in the second-level cache */
 
 /* One group of outputs for at most ROW_BLOCK rows. `lanes` is the group's width in memory, of which `out` are outputs. */

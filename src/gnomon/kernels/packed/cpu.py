@@ -54,13 +54,15 @@ def experts(
     """As the reference; each token's experts are summed in the order of `ids`."""
     if z.shape[-1] != stack.latent:
         raise KernelError(f"packed experts: rows of {z.shape[-1]} values meet experts of latent width {stack.latent}")
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= len(stack)):
-        raise KernelError(f"experts: ids span {int(ids.min())}..{int(ids.max())}, the stacks hold experts 0..{len(stack) - 1}")
     z, weights, chosen = z.contiguous(), weights.contiguous(), ids.to(torch.int32).contiguous()
-    y, view = torch.empty_like(z), stack.view(beta1, beta2)
+    y, view, refused = torch.empty_like(z), stack.view(beta1, beta2), ctypes.c_int64()
     native.library().gnomon_experts_forward(
-        ctypes.addressof(view), z.data_ptr(), chosen.data_ptr(), weights.data_ptr(), len(z), ids.shape[1], y.data_ptr(), native.threads()
-    )
+        ctypes.addressof(view), z.data_ptr(), chosen.data_ptr(), weights.data_ptr(), len(z), ids.shape[1], y.data_ptr(),
+        ctypes.addressof(refused), native.threads(),
+    )  # fmt: skip
+    if refused.value >= 0:
+        wrong = int(ids.reshape(-1)[refused.value])
+        raise KernelError(f"experts: an id is {wrong}, the stacks hold experts 0..{len(stack) - 1}")
     return y
 
 

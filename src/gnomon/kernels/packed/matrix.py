@@ -125,6 +125,8 @@ class PackedExperts:
         for name, stack, expected in (("gate", self.gate, shape), ("up", self.up, shape), ("down", self.down, shape[::-1])):
             if len(stack) != len(self.gate) or any((w.out, w.inner) != expected for w in stack):
                 raise KernelError(f"packed experts: {name} holds {stack}; expected {len(self.gate)} of {expected[0]} x {expected[1]}")
+        if len(formats := {w.format for w in (*self.gate, *self.up, *self.down)}) > 1:
+            raise KernelError(f"packed experts: formats {[FORMATS[f] for f in sorted(formats)]} in one stack; all must have the same")
         self.inner, self.latent = shape
         if not native.unavailable():
             self._arrays = [(MatrixView * len(stack))(*(w.view for w in stack)) for stack in (self.gate, self.up, self.down)]
