@@ -29,7 +29,8 @@ def make(name: str, out: int, inner: int) -> tuple[PackedMatrix, Tensor]:
         return PackedMatrix.of(w), w.double()
     if name == "bf16":
         return PackedMatrix.of(w.bfloat16()), w.bfloat16().double()
-    codes, scale = torch.randint(0, 256, (out, inner // 2), dtype=torch.uint8), torch.randint(118, 132, (out, inner // 32), dtype=torch.uint8)
+    codes = torch.randint(0, 256, (out, inner // 2), dtype=torch.uint8)
+    scale = torch.randint(118, 132, (out, inner // 32), dtype=torch.uint8)
     table = torch.tensor(E2M1 + [-v for v in E2M1], dtype=torch.float64)
     values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
     return PackedMatrix.of_mxfp4(codes, scale), values * (2.0 ** (scale.double() - 127)).repeat_interleave(32, dim=1)
@@ -158,7 +159,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 
 def test_adding_to_what_is_there() -> None:
-    w, exact = make("bf16", 37, 64)
+    w, _ = make("bf16", 37, 64)
     for rows in (2, 30):
         x, before = torch.randn(rows, 64), torch.randn(rows, 50)
         y = before.clone()
