@@ -29,6 +29,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fit", nargs="+", type=Path, metavar="RUN", help="loss law from run folders, or a curve from a table.csv")
     parser.add_argument("--record", metavar="NAME", help="calibration record: a name or a file.toml (default: the best one for the device)")
     parser.add_argument("--knob", action="append", default=[], metavar="PKG.MODULE:KNOB", help="also weigh a knob of yours")
+    parser.add_argument("--compare", action="store_true", help="the model beside other architectures: cache, traffic, FLOPs, speed")
     parser.add_argument("--list", choices=LISTS, help="what is known")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine (at most 30 s) and keep the record")
 
@@ -56,6 +57,8 @@ def run(parsed: argparse.Namespace) -> None:
         _calibrate()
     elif parsed.list:
         _list(parsed.list)
+    elif parsed.compare:
+        _compare(parsed)
     elif parsed.fit and not parsed.words and not parsed.hardware:
         _show_fit(parsed.fit)
     else:
@@ -145,6 +148,28 @@ def _list(what: str) -> None:
     from gnomon.plan.listing import table
 
     Console(highlight=False).print(table(what))
+
+
+def _compare(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gnomon.plan.comparison import beside, compared, comparison_table
+    from gnomon.plan.hardware import Cluster
+    from gnomon.plan.words import read_model, taken
+
+    words, options = taken(parsed.words, ("hardware", "model", "record", "stack"))
+    if words:
+        raise ConfigError(f"'{words[0]}' does not go with --compare; it takes --model, --hardware and --record")
+    hardware, name = _once("hardware", parsed.hardware, options), _once("model", parsed.model, options) or "k3-2.8t"
+    cluster, record = None, None
+    if hardware is not None:
+        device, count, record = machine(hardware, _once("record", parsed.record, options), options.get("stack"), None)
+        cluster = Cluster.parse(hardware) if count else Cluster(device=device, devices_per_domain=1)
+    rows = compared(beside(name, read_model(name)), cluster, record)
+    console = Console(highlight=False)
+    console.print(comparison_table(rows))
+    console.print(f"one sequence, bf16 cache; {name} and its variants have as many active parameters; GFLOP and bytes are of one token"
+                  + (f"; record: {record.title}, {record.date}" if record else ""))
 
 
 def _calibrate() -> None:

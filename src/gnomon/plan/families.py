@@ -7,6 +7,8 @@ Read next: `variants.py`.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from gnomon.config import setting
@@ -151,11 +153,12 @@ class CompressedConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A published model as a shape: where the shape is from, and how sure it is."""
+    """A published model as a shape: the formats of its release, where the shape is from, and how sure it is."""
 
     name: str
     config: ModelConfig
     source: str
+    formats: tuple[str, str] = ("fp8", "fp8")
     badge: Badge = "exact"
     uncertain: str = ""
 
@@ -181,8 +184,8 @@ def _deepseek_v4(*, layers: int, first: tuple[str, ...], moe: MoEConfig, attenti
 
 def _families() -> Iterator[Family]:
     card = "config.json of the release"
-    yield Family(name="k3", config=preset("k3-2.8t"), source="arXiv 2607.24653, Table 1; " + card)
-    yield Family(name="kimi-linear", config=preset("kimi-linear-48b"), source="arXiv 2510.26692; " + card)
+    yield Family(name="k3", formats=("mxfp4", "bf16"), config=preset("k3-2.8t"), source="arXiv 2607.24653, Table 1; " + card)
+    yield Family(name="kimi-linear", formats=("bf16", "bf16"), config=preset("kimi-linear-48b"), source="arXiv 2510.26692; " + card)
     yield Family(name="deepseek-v3", config=_deepseek(), source="arXiv 2412.19437; " + card)
     sparse = SparseMLAConfig(mla=_deepseek().mixers["mla"])
     yield Family(name="deepseek-v3.2", config=_deepseek(layer_pattern=("dsa",), mixers={"dsa": sparse}), source="arXiv 2512.02556; " + card)
@@ -193,18 +196,25 @@ def _families() -> Iterator[Family]:
               "the layer that drafts")
     moe = MoEConfig(num_experts=384, num_experts_per_token=6, moe_intermediate_size=3072, num_shared_experts=1, routed_scaling_factor=2.5,
                     first_k_dense_replace=0)
-    yield Family(name="deepseek-v4-pro", badge="validated", uncertain=unsure, source=card + " (nvidia/DeepSeek-V4-Pro-NVFP4)",
+    yield Family(name="deepseek-v4-pro", badge="validated", formats=("mxfp4", "fp8"), uncertain=unsure, source=card + " (V4-Pro)",
                  config=_deepseek_v4(layers=61, first=("hca", "hca"), moe=moe, topk=1024, hidden_size=7168,
                                      attention={"num_attention_heads": 128, "q_lora_rank": 1536, "output_groups": 16}))
     moe = replace(moe, num_experts=256, moe_intermediate_size=2048, routed_scaling_factor=1.5)
-    yield Family(name="deepseek-v4-flash", badge="validated", uncertain=unsure, source=card + " (nvidia/DeepSeek-V4-Flash-NVFP4)",
+    yield Family(name="deepseek-v4-flash", badge="validated", formats=("mxfp4", "fp8"), uncertain=unsure, source=card + " (V4-Flash)",
                  config=_deepseek_v4(layers=43, first=("window", "window"), moe=moe, topk=512, hidden_size=4096,
                                      attention={"num_attention_heads": 64, "q_lora_rank": 1024, "output_groups": 8}))
 
 
-def families() -> dict[str, Family]:
+@cache
+def families() -> Mapping[str, Family]:
     """The published families by name."""
-    return {item.name: item for item in _families()}
+    return MappingProxyType({item.name: item for item in _families()})
+
+
+def released(config: ModelConfig) -> Precision:
+    """The formats in which a model is released: a published family's own, else those of our checkpoints; bf16 cache, fp32 states."""
+    known = next((item for item in families().values() if item.config == config), None)
+    return Precision.released(config) if known is None else Precision(experts=known.formats[0], rest=known.formats[1])
 
 
 def family(name: str) -> Family:
@@ -278,7 +288,7 @@ def compare(models: Mapping[str, ModelConfig], contexts: Iterable[int] = (8192, 
     """A row per model and context; latents and windows in the format `kv`, everything of one sequence on one rank."""
     rows, here, sure = [], Layout(), {name: item.badge for name, item in families().items()}
     for name, config in models.items():
-        precision = replace(Precision.released(config), kv=kv)
+        precision = replace(released(config), kv=kv)
         for context in contexts:
             step = traffic(config, precision, tokens=1, sequences=1, context=context)
             rows.append(Row(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from gnomon.errors import ConfigError
 from gnomon.model.config import ModelConfig
 from gnomon.plan.choice import Choice, Work
+from gnomon.plan.families import released
 from gnomon.plan.hardware import Cluster, Device
 from gnomon.plan.laws import sizes
 from gnomon.plan.words import Question
@@ -48,9 +49,9 @@ def counts(question: Question) -> list[int]:
 
 def precision_of(question: Question, model: ModelConfig) -> Precision:
     """The released formats (bf16 while training), except what the question sets; `ConfigError` for an unknown format."""
-    base = Precision.released(model)
+    base = released(model)
     if question.phase != "serve":
-        base = replace(base, experts="bf16")
+        base = replace(base, experts="bf16", rest="bf16")
     if not question.device.flops.get("bf16") and set(question.device.flops) == {"fp32"} and question.phase == "train":
         base = replace(base, experts="fp32", rest="fp32", activations="fp32")
     return replace(base, **question.precision)

@@ -12,6 +12,7 @@ from gnomon.errors import ConfigError
 from gnomon.extend import suggestion
 from gnomon.model.config import PRESETS, ModelConfig, preset
 from gnomon.plan.choice import Phase
+from gnomon.plan.families import families, family
 from gnomon.plan.goals import DEFAULT_GOAL, METRICS, Goal, Limit, checked, duration, metric, number
 from gnomon.plan.hardware import Device
 from gnomon.plan.shapes import shape
@@ -127,7 +128,7 @@ def taken(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[s
 
 
 def read_model(text: str, overrides: tuple[str, ...] = ()) -> ModelConfig:
-    """A preset, a released `config.json`, a run folder, or a size such as `1B`: the family's shape with so many active parameters.
+    """A preset, a published family, a `config.json`, a run folder, or a size such as `1B`: our shape with so many active parameters.
 
     Raises `ConfigError` for anything else, with the nearest preset.
     """
@@ -143,10 +144,15 @@ def read_model(text: str, overrides: tuple[str, ...] = ()) -> ModelConfig:
     names = sorted(p.stem for p in PRESETS.glob("*.toml"))
     if text in names:
         return preset(text, overrides)
+    if text in families():
+        if overrides:
+            raise ConfigError(f"'model.{overrides[0]}' changes a preset, but '{text}' is a published family; start from a preset")
+        return family(text).config
+    names += [name for name in families() if name not in ("k3", "kimi-linear")]
     try:
         active = parse_count(text)
     except ConfigError:
-        raise ConfigError(f"unknown model '{text}'{suggestion(text, names)} (a preset: {', '.join(names)}; a config.json; a run folder; "
+        raise ConfigError(f"unknown model '{text}'{suggestion(text, names)} (known: {', '.join(names)}; a config.json; a run folder; "
                           "or a size such as 1B active parameters)") from None
     if overrides:
         raise ConfigError(f"'model.{overrides[0]}' changes a preset, but '{text}' is a size; start from a preset")
