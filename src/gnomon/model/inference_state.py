@@ -162,19 +162,21 @@ class PackedRows:
             before = (sequence, seen)
 
     def _check_pages(self, bounds: list[int], past: list[int], pool: StatePool) -> None:
-        owners: dict[int, int] = {}
-        for sequence, ((start, stop), done) in enumerate(zip(pairwise(bounds), past, strict=True)):
-            if stop == start:
-                continue
-            used = -(-(done + stop - start) // pool.page_tokens)
-            if used > self.pages.shape[1]:
-                raise ConfigError(f"sequence {sequence} reaches {done + stop - start} tokens and needs {used} pages of {pool.page_tokens}; "
-                                  f"'pages' has {self.pages.shape[1]}")
-            row = self.pages[sequence, :used]
-            if not 0 <= int(row.min()) <= int(row.max()) < pool.pages:
-                raise ConfigError(f"'pages' of sequence {sequence} names pages {row.tolist()}; "
-                                  f"the pool has {pool.pages}")
-            for page in row[done // pool.page_tokens:].tolist():
-                if owners.setdefault(page, sequence) != sequence:
-                    raise ConfigError(f"sequences {owners[page]} and {sequence} both write page {page}; copy a shared page first")
-
+        reached = [done + stop - start if stop > start else 0 for (start, stop), done in zip(pairwise(bounds), past, strict=True)]
+        longest = max(reached, default=0)
+        if longest > self.pages.shape[1] * pool.page_tokens:
+            needed = -(-longest // pool.page_tokens)
+            raise ConfigError(f"sequence {reached.index(longest)} reaches {longest} tokens and needs {needed} pages of {pool.page_tokens}; "
+                              f"'pages' has {self.pages.shape[1]}")
+        place, ends = torch.arange(self.pages.shape[1]) * pool.page_tokens, torch.tensor(reached, dtype=torch.int64)[:, None]
+        used = place < ends
+        outside = used & ((self.pages < 0) | (self.pages >= pool.pages))
+        if bool(outside.any()):
+            raise ConfigError(f"'pages' names pages outside the {pool.pages} of the pool: {self.pages[outside][:5].tolist()}")
+        written = used & (place + pool.page_tokens > self.past[:, None])
+        pages = self.pages[written]
+        if len(pages.unique()) < len(pages):
+            owners = written.nonzero()[:, 0]
+            twice = next(page for page in pages.tolist() if int((pages == page).sum()) > 1)
+            raise ConfigError(f"sequences {owners[pages == twice].unique().tolist()} write page {twice} more than once; "
+                              "copy a shared page first")
