@@ -85,34 +85,42 @@ INLINE void fold(vec<W>& sum, word a, const words_of<W>& b) {
     }
 }
 
+/* The loops of a tile, written out: with constant indices the sums stay in registers. */
+template <int W, int V, size_t... I>
+INLINE void begin(vec<W>* sum, const float* c, int64_t c_stride, const float* keep, std::index_sequence<I...>) {
+    if (keep) ((sum[I] = keep[I / V] * load<W>(c + I / V * c_stride + I % V * W)), ...);
+    else ((sum[I] = vec<W>{}), ...);
+}
+
+template <int W, int V, size_t... I>
+INLINE void end(const vec<W>* sum, float* c, int64_t c_stride, std::index_sequence<I...>) {
+    (store<W>(c + I / V * c_stride + I % V * W, sum[I]), ...);
+}
+
+template <int W, size_t... I>
+INLINE void fetch(words_of<W>* right, const word* b, int64_t panel_words, std::index_sequence<I...>) {
+    (std::memcpy(&right[I], b + I * W / PANEL * panel_words * PANEL + I * W % PANEL, sizeof right[I]), ...);
+}
+
+template <int W, int F, int V, size_t... I>
+INLINE void fold_all(vec<W>* sum, const word* a, int64_t a_stride, const words_of<W>* right, std::index_sequence<I...>) {
+    (fold<W, F>(sum[I], a[I / V * a_stride], right[I % V]), ...);
+}
+
 template <int W, int F, int M, int P>
 INLINE void tile(const Product& x, int64_t row, int64_t panel) {
     constexpr int V = P * PANEL / W;
-    vec<W> sum[M][V];
-    const word* a = x.a + row * x.a_stride;
-    const word* b = x.b + panel * x.panel_words * PANEL;
+    constexpr auto all = std::make_index_sequence<M * V>{};
+    const word *a = x.a + row * x.a_stride, *b = x.b + panel * x.panel_words * PANEL;
     float* c = x.c + row * x.c_stride + panel * PANEL;
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) {
-            sum[m][v] = vec<W>{};
-            if (x.keep) sum[m][v] = x.keep[row + m] * load<W>(c + m * x.c_stride + v * W);
-        }
+    vec<W> sum[M * V];
+    begin<W, V>(sum, c, x.c_stride, x.keep ? x.keep + row : nullptr, all);
     for (int64_t i = 0; i < x.words; ++i) {
         words_of<W> right[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v)
-            std::memcpy(&right[v], b + (v * W / PANEL) * x.panel_words * PANEL + i * PANEL + v * W % PANEL, sizeof right[v]);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) fold<W, F>(sum[m][v], a[m * x.a_stride + i], right[v]);
+        fetch<W>(right, b + i * PANEL, x.panel_words, std::make_index_sequence<V>{});
+        fold_all<W, F, V>(sum, a + i, x.a_stride, right, all);
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) store<W>(c + m * x.c_stride + v * W, sum[m][v]);
+    end<W, V>(sum, c, x.c_stride, all);
 }
 
 /* Rows and panels of one tile: as many accumulators as the registers hold. */
