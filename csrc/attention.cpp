@@ -80,7 +80,7 @@ void append_latents(const LatentShape& s, const LatentPages& pages, const Latent
 
 void latent_attention(Pool& workers, const LatentShape& s, const LatentWeights& w, const LatentPages& pages, const LatentBatch& b,
                       const float* q, float* out) {
-    const Call call{s, w, pages, b, q, out};
+    const Call call{s, w, pages, b, q, out, multiply_rows(w.format)};
     std::vector<Run> absorbed, expanded;
     for (int64_t i = 0; i < b.sequences; ++i) {
         const int64_t rows = b.bounds[i + 1] - b.bounds[i];

@@ -96,7 +96,7 @@ INLINE void absorb_body(const Work& w, int64_t head, int64_t first, int64_t last
     const Scratch<float> c(rows * width);
     for (int64_t i = 0; i < rows; ++i)
         copy_row(w.call.query(w.tokens[first + i], head), s.nope, z.nope * per_word<F>, reinterpret_cast<element<F>*>(a + i * z.nope));
-    multiply_rows<W, F>({a, z.nope, weights.absorb, z.nope, z.nope, z.latent_panels, c, width, nullptr}, rows);
+    w.call.multiply({a, z.nope, weights.absorb, z.nope, z.nope, z.latent_panels, c, width, nullptr}, rows);
     for (int64_t i = 0; i < rows; ++i) {
         element<F>* out = reinterpret_cast<element<F>*>(queries + w.query_at(first + i, head) * z.row);
         copy_row(c + i * width, s.latent, z.latent * per_word<F>, out);
@@ -129,11 +129,11 @@ INLINE void attend_body(const Work& w, const Span& span, const word* queries, co
             weave<F>(reinterpret_cast<const element<F>*>(row), reinterpret_cast<const element<F>*>(row + z.row), call.shape.latent, z.keys, i,
                      values);
         }
-        multiply_rows<W, F>({q + first * z.row, z.row, keys, z.row, z.row, panels, scores + first * KEYS, KEYS, nullptr}, count - first);
+        call.multiply({q + first * z.row, z.row, keys, z.row, z.row, panels, scores + first * KEYS, KEYS, nullptr}, count - first);
         for (int64_t i = first; i < count; ++i)
             soften<W, F>(scores + i * KEYS, std::min(here, piece.seen + i / piece.heads - key), call.shape.scale, largest + i, total + i,
                          keep + i, p + i * z.keys);
-        multiply_rows<W, F>({p + first * z.keys, z.keys, values, z.keys, words, z.latent_panels, context + first * width, width, keep + first},
+        call.multiply({p + first * z.keys, z.keys, values, z.keys, words, z.latent_panels, context + first * width, width, keep + first},
                             count - first);
     }
 }
@@ -170,7 +170,7 @@ INLINE void finish_body(const Work& w, int64_t head, int64_t first, int64_t last
     const Scratch<word> a(rows * z.latent);
     const Scratch<float> sum(w.context_width()), c(rows * value);
     for (int64_t i = 0; i < rows; ++i) join<F>(w, first + i, head, parts, sum, reinterpret_cast<element<F>*>(a + i * z.latent));
-    multiply_rows<W, F>({a, z.latent, weights.values, z.latent, z.latent, z.value_panels, c, value, nullptr}, rows);
+    w.call.multiply({a, z.latent, weights.values, z.latent, z.latent, z.value_panels, c, value, nullptr}, rows);
     for (int64_t i = 0; i < rows; ++i) std::copy_n(c + i * value, w.call.shape.value, w.call.result(w.tokens[first + i], head));
 }
 

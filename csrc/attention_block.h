@@ -42,6 +42,7 @@ struct Call {
     const LatentBatch& batch;
     const float* q;
     float* out;
+    Multiply multiply;
     const float* query(int64_t token, int64_t head) const { return q + (token * shape.heads + head) * (shape.nope + shape.rope); }
     float* result(int64_t token, int64_t head) const { return out + (token * shape.heads + head) * shape.value; }
 };

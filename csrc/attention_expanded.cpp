@@ -56,9 +56,9 @@ INLINE void expand(const Call& c, const Sizes& z, const HeadWeights& w, int64_t 
         transpose_panel<W>(m.rows + panel * PANEL * z.row, z.row, z.row, turned);
         std::memcpy(keys + (panel * words + z.nope) * PANEL, turned + z.latent * PANEL, z.rope * PANEL * sizeof(word));
     }
-    multiply_rows<W, F>({w.keys, z.latent, m.turned, z.row, z.latent, panels, m.key_rows, KEYS, nullptr}, s.nope);
+    c.multiply({w.keys, z.latent, m.turned, z.row, z.latent, panels, m.key_rows, KEYS, nullptr}, s.nope);
     weave_rows<F>(m.key_rows, KEYS, s.nope, panels * PANEL, words, m.narrowed, keys);
-    multiply_rows<W, F>({m.rows, z.row, w.values, z.latent, z.latent, z.value_panels, m.value_rows, value, nullptr}, count);
+    c.multiply({m.rows, z.row, w.values, z.latent, z.latent, z.value_panels, m.value_rows, value, nullptr}, count);
     weave_rows<F>(m.value_rows, value, count, value, z.keys, m.narrowed, values);
 }
 
@@ -67,11 +67,11 @@ template <int W, int F>
 INLINE void attend_block(const Call& c, const Sizes& z, const Room& m, int64_t first, int64_t last, int64_t seen, int64_t key, int64_t count,
                          const word* keys, const word* values) {
     const int64_t words = z.nope + z.rope, value = z.value_panels * PANEL, rows = last - first;
-    multiply_rows<W, F>({m.queries + first * words, words, keys, words, words, panels_for(count), m.scores, KEYS, nullptr}, rows);
+    c.multiply({m.queries + first * words, words, keys, words, words, panels_for(count), m.scores, KEYS, nullptr}, rows);
     for (int64_t i = 0; i < rows; ++i)
         soften<W, F>(m.scores + i * KEYS, std::min(KEYS, seen + first + i - key), c.shape.scale, m.largest + first + i, m.total + first + i,
                      m.keep + i, m.p + i * z.keys);
-    multiply_rows<W, F>({m.p, z.keys, values, z.keys, words_for(count, per_word<F>), z.value_panels, m.context + first * value, value, m.keep},
+    c.multiply({m.p, z.keys, values, z.keys, words_for(count, per_word<F>), z.value_panels, m.context + first * value, value, m.keep},
                         rows);
 }
 
