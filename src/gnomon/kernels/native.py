@@ -6,6 +6,7 @@ Without it everything runs on the references; `unavailable` says why it is not t
 
 import ctypes
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import gnomon
 from gnomon.errors import KernelError
 
 ABI = 3  # GNOMON_ABI in csrc/gnomon.h
+LIBRARY = "GNOMON_LIBRARY"  # in the environment: a library to load instead of the package's, for instance an instrumented one
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES = {
@@ -96,7 +98,10 @@ def address(x: Tensor | None) -> int | None:
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     """The library or the reason. torch is imported first, so that both share one OpenMP runtime and one pool of threads."""
     name = "libgnomon.dylib" if sys.platform == "darwin" else "libgnomon.so"
-    found = [path for folder in gnomon.__path__ if (path := Path(folder) / name).is_file()]
+    chosen = os.environ.get(LIBRARY)
+    found = [path for path in ([Path(chosen)] if chosen else [Path(folder) / name for folder in gnomon.__path__]) if path.is_file()]
+    if chosen and not found:
+        return None, f"environment variable {LIBRARY}={chosen!r}: there is no such file"
     if not found:
         return None, f"{name} is not in the package: it was installed without a C++ compiler (install one, then reinstall gnomon)"
     try:
