@@ -7,6 +7,7 @@ Read next: `recipes/tour.toml` for the run, then whichever step you want to see 
 
 import json
 import lzma
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from gnomon.model.generate import Sampling, generate
 from gnomon.model.inference import runner
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
+from gnomon.plan.scaleup import TIMES, scaled
 from gnomon.train import metrics
 from gnomon.train.checkpoint import load_run
 from gnomon.train.evaluate import HeldOut, held_out, loss_by_position
@@ -36,7 +38,7 @@ from gnomon.train.loop import RunSummary, train
 from gnomon.train.material import shard_folders
 from gnomon.train.recipe import SourceConfig, TrainRecipe
 from gnomon.train.recipe import load as load_recipe
-from gnomon.units import format_bytes, format_count, format_flops, format_seconds
+from gnomon.units import format_bytes, format_count, format_dollars, format_flops, format_seconds
 
 PROMPT = '    def __init__(self, name):\n        """'
 RELEASED = "k3-2.8t"
@@ -63,6 +65,7 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     _sample(console, model, tokenizer, figures)
     _export(console, model, tokenizer, Path(out), figures, shards)
     _costs(console, recipe.model, recipe.stages[-1].context)
+    _scale(console, recipe, figures)
     figures["seconds"] = time.monotonic() - began
     _farewell(console, Path(out), recipe.run, figures)
     return figures
@@ -230,6 +233,27 @@ def _costs(console: Console, toy: ModelConfig, context: int) -> None:
     for label, figure in rows.items():
         table.add_row(label, figure(toy), figure(released))
     console.print(table)
+
+
+def _scale(console: Console, recipe: TrainRecipe, figures: dict[str, Any]) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    larger = scaled(recipe.model, recipe.stages[0].context, (figures["training_tokens"], figures["tokens_per_second"]), memory)
+    here = larger.rows[0]
+    figures["hundredfold"] = {row.machine: {"seconds": row.seconds.value, "memory_bytes": row.memory_bytes, "wall": row.wall}
+                              for row in larger.rows}
+    _step(console, f"7  What would {TIMES} times as much take?", (
+        f"{TIMES} times the compute of this run: {format_count(larger.model.activated_parameters())} parameters at work on "
+        f"{format_count(larger.tokens)} tokens. On this machine [bold]{here.wall}[/] is the wall that comes first, by the speed just "
+        f"measured; memory would be {here.memory_share:.0%} full."))
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for name in ("", "time", "80 % band", "memory", "money", "wall"):
+        table.add_column(name, justify="left" if name in ("", "wall") else "right")
+    for row in larger.rows:
+        band = f"{format_seconds(row.seconds.low)} to {format_seconds(row.seconds.high)}"
+        money = format_dollars(row.dollars.value) if row.dollars is not None else ""
+        table.add_row(row.machine, format_seconds(row.seconds.value), band, format_bytes(row.memory_bytes), money, row.wall)
+    console.print(table)
+    console.print("Any other question: gnomon plan train --hardware h200:8 --model 1B time=7d (docs/planner.md)")
 
 
 def _farewell(console: Console, out: Path, run_folder: Path, figures: dict[str, Any]) -> None:
