@@ -14,7 +14,7 @@ from gnomon.plan.choice import Choice
 from gnomon.plan.effects import Effect, effects, first_knob
 from gnomon.plan.fit import Fit
 from gnomon.plan.knobs import KNOBS, Knob
-from gnomon.plan.outcome import LossLaw, Outcome, evaluate
+from gnomon.plan.outcome import LossLaw, Outcome, evaluate, parts
 from gnomon.plan.solve import Evaluate, Plan, Room, solve
 from gnomon.plan.words import Question
 
@@ -91,7 +91,7 @@ def outcome_dict(outcome: Outcome) -> dict[str, Any]:
         "model": choice.name, "cluster": choice.cluster.name, "layout": str(choice.layout),
         "precision": {name: getattr(choice.precision, name) for name in ("experts", "rest", "kv", "activations", "state")},
         "metrics": {name: estimate.as_dict() for name, estimate in outcome.metrics.items()},
-        "memory": {"needed": outcome.memory.as_dict(), "usable": outcome.usable_bytes, "parts": dict(outcome.parts)},
+        "memory": {"needed": outcome.memory.as_dict(), "usable": outcome.usable_bytes, "parts": parts(choice)},
         "walls": {name: {"wall": step.wall, "total": step.total.as_dict(), **{part: getattr(step, part).as_dict() for part in (
             "latency", "bandwidth", "compute", "communication")}} for name, step in outcome.steps.items()},
     }

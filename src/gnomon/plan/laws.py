@@ -247,6 +247,12 @@ def _gain(scale: Scale) -> Numbers:
     return math.prod(p[0] for p in parts), math.prod(p[1] for p in parts), math.prod(p[2] for p in parts)
 
 
+def far(scale: Scale) -> bool:
+    """Whether a scale is more than ten times beyond the dense law's fit: there it only says that more helps, not how much is reached."""
+    ranges = (law("dense").valid[name] for name in ("active", "tokens"))
+    return any(not low / 10 <= value <= high * 10 for value, (low, high) in zip((scale.active, scale.tokens), ranges, strict=True))
+
+
 def loss(config: ModelConfig, tokens: float) -> Estimate:
     """Nats per token after training: the dense law at the size of the dense model that would need as much compute to be as good.
 
@@ -258,6 +264,8 @@ def loss(config: ModelConfig, tokens: float) -> Estimate:
     guess = math.log(config.vocab_size)  # far below the fitted range the power laws pass what guessing evenly would give
     value, low, high = (min(guess, _dense_at(scale.active * factor, tokens)[index])
                         for index, factor in enumerate((gain[0], gain[2], gain[1])))
+    if far(scale):
+        low, high = min(value, REFIT["E"]), max(value, guess)
     return Estimate(value=value, low=low, high=high, unit="nat/token", badge="extrapolated",
                     because=f"dense law at {gain[0]:.3g} times the active parameters; your own text and tokenizer shift it")
 

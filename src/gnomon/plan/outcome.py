@@ -25,6 +25,9 @@ LossLaw = Callable[[ModelConfig, float], Estimate]
 """Expected loss of a model after so many tokens."""
 
 
+NO_LAW_HERE = "no published loss law reaches this scale: the loss only ranks plans; fit your own runs with --fit RUN RUN … for a figure"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """A choice with its figures. Where it does not `fit`, `missing` says what is short and there are no metrics.
@@ -37,7 +40,6 @@ class Outcome:
     fits: bool
     memory: Estimate
     usable_bytes: float
-    parts: Mapping[str, float] = field(default_factory=dict)
     missing: str = ""
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
     steps: Mapping[str, StepTime] = field(default_factory=dict)
@@ -65,7 +67,8 @@ class Outcome:
 def trained(outcome: Outcome, tokens: float) -> Outcome:
     """The same training for another number of tokens: time and money in proportion, loss by the law."""
     sums = {name: each * tokens for name, each in outcome.per_token.items()}
-    return replace(outcome, metrics={**outcome.metrics, **sums, "tokens": exact(tokens, "token"),
+    beyond = outcome.loss_law is laws.loss and laws.far(laws.scale_of(outcome.choice.model, tokens))
+    return replace(outcome, notes=(NO_LAW_HERE,) if beyond else (), metrics={**outcome.metrics, **sums, "tokens": exact(tokens, "token"),
                                      "loss": outcome.loss_law(outcome.choice.model, tokens)})
 
 
@@ -97,20 +100,17 @@ def _served(choice: Choice, plan: Deployment, _: LossLaw) -> Outcome:
                      + (f", {found.hit_share:.0%} of prompts are found in the cache" if work.cached_share else "; the others wait"))
     if found.saturated:
         notes.append("more requests arrive than leave: the queue never drains")
-    parts = weights(choice.model, choice.precision, choice.layout).parts
-    return Outcome(choice=choice, fits=True, memory=metrics["memory"], usable_bytes=room.usable, parts=parts, metrics=metrics,
+    return Outcome(choice=choice, fits=True, memory=metrics["memory"], usable_bytes=room.usable, metrics=metrics,
                    steps={"decode": found.step}, notes=tuple(notes))
 
 
 def _trained(choice: Choice, plan: Deployment, loss_law: LossLaw) -> Outcome:
     work = choice.work
     assert isinstance(work, Training)
-    memory = training_bytes(choice.model, choice.precision, choice.layout, tokens=work.micro_batch * work.context,
-                            recompute=work.recompute, micro_batches=work.micro_batches(choice.layout), optimiser=work.optimiser)
     try:
         found = train(plan, work)
     except CapacityError as error:
-        return _refused(choice, plan, memory.bytes, error)
+        return _refused(choice, plan, sum(parts(choice).values()), error)
     fixed = found.step - found.bubble - found.optimiser
     none = found.step * 0.0
     step = StepTime(latency=fixed if found.wall == "latency" else none, bandwidth=found.optimiser, compute=found.compute + found.bubble,
@@ -121,8 +121,8 @@ def _trained(choice: Choice, plan: Deployment, loss_law: LossLaw) -> Outcome:
     metrics = {"throughput": found.tokens_per_second, "memory": exact(found.bytes_per_device, "B"),
                "share_of_peak": replace(found.step, value=found.utilisation, low=found.utilisation / (1 + found.step.spread),
                                         high=found.utilisation * (1 + found.step.spread), unit=""), **_machines(choice, plan)}
-    outcome = Outcome(choice=choice, fits=True, memory=metrics["memory"], usable_bytes=plan.room.usable, parts=memory.parts,
-                      metrics=metrics, steps={"training": step}, per_token=per_token, loss_law=loss_law)
+    outcome = Outcome(choice=choice, fits=True, memory=metrics["memory"], usable_bytes=plan.room.usable, metrics=metrics,
+                      steps={"training": step}, per_token=per_token, loss_law=loss_law)
     return trained(outcome, work.tokens)
 
 
@@ -139,10 +139,19 @@ def _learned(choice: Choice, plan: Deployment, _: LossLaw) -> Outcome:
                "tasks_per_day": replace(found.trajectories_per_day / float(work.group), unit="1/day"), **_machines(choice, plan)}
     if found.cost is not None:
         metrics["budget"] = found.cost
-    parts = weights(choice.model, choice.precision, choice.layout).parts
-    return Outcome(choice=choice, fits=True, memory=metrics["memory"], usable_bytes=room.usable, parts=parts, metrics=metrics,
+    return Outcome(choice=choice, fits=True, memory=metrics["memory"], usable_bytes=room.usable, metrics=metrics,
                    phases={"rollout": found.rollout, "grading": found.grading, "update": found.update, "sync": found.sync},
                    notes=(f"a sandbox works {found.sandbox_share:.1%} of a rollout's life",) if work.sandbox_seconds else ())
+
+
+def parts(choice: Choice) -> dict[str, float]:
+    """Bytes on the fullest rank by part: of the weights, and while training of optimiser and activations too."""
+    work = choice.work
+    if isinstance(work, Training):
+        return dict(training_bytes(choice.model, choice.precision, choice.layout, tokens=work.micro_batch * work.context,
+                                   recompute=work.recompute, micro_batches=work.micro_batches(choice.layout),
+                                   optimiser=work.optimiser).parts)
+    return dict(weights(choice.model, choice.precision, choice.layout).parts)
 
 
 def _machines(choice: Choice, plan: Deployment) -> dict[str, Estimate]:

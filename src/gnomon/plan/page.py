@@ -11,7 +11,20 @@ from gnomon.plan.answer import Answer
 from gnomon.plan.effects import watched_metric
 from gnomon.plan.outcome import Outcome
 from gnomon.plan.quantity import Estimate, written
-from gnomon.plan.report import ORDER, TITLES, assumptions, describe, first_line, headline, knob_rows, knob_table, limits, stops, sureness
+from gnomon.plan.report import (
+    ORDER,
+    TITLES,
+    assumptions,
+    band_words,
+    describe,
+    first_line,
+    headline,
+    knob_rows,
+    knob_table,
+    limits,
+    stops,
+    sureness,
+)
 from gnomon.plan.step import WALLS
 from gnomon.train.canvas import PAGE, card, tile
 
@@ -76,7 +89,7 @@ def _bars(answer: Answer) -> list[pictures.Bar]:
 
 def _figures(best: Outcome) -> str:
     rows = [(TITLES[name], best.metrics[name]) for name in ORDER if name in best.metrics]
-    cells = "".join(f"<tr><td>{html.escape(title)}</td><td>{html.escape(_value(e))}</td><td>{html.escape(_band(e))}</td>"
+    cells = "".join(f"<tr><td>{html.escape(title)}</td><td>{html.escape(_value(e))}</td><td>{html.escape(band_words(e))}</td>"
                     f"<td>{e.badge}</td></tr>" for title, e in rows)
     memory = f"{written(best.memory.value, 'B')} of {written(best.usable_bytes, 'B')}"
     cells += f"<tr><td>memory of the fullest device</td><td>{memory}</td><td></td><td>{best.memory.badge}</td></tr>"
@@ -107,10 +120,6 @@ def _value(estimate: Estimate) -> str:
 def _short(estimate: Estimate) -> str:
     """The value for a tile: without units that its name says already."""
     return written(estimate.value, "" if estimate.unit in ("token", "nat/token", "1/day") else estimate.unit).replace(" token/s", " tok/s")
-
-
-def _band(estimate: Estimate) -> str:
-    return "" if estimate.low == estimate.high else f"{written(estimate.low, estimate.unit)} to {written(estimate.high, estimate.unit)}"
 
 
 def _stops(answer: Answer) -> str:

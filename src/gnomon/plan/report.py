@@ -27,8 +27,7 @@ TITLES = {
     "bill": "money per hour", "tokens": "tokens", "devices": "devices", "step": "one optimiser step", "share_of_peak": "share of peak",
 }
 ORDER = ("tokens", "speed", "throughput", "first_token", "cost", "loss", "time", "budget", "tasks_per_day", "bill", "share_of_peak")
-WORDS = {"free": "costs nothing", "retraining": "needs a new training", "money": "costs money",
-         "another question": "asks for something else"}
+WORDS = {"free": "nothing", "retraining": "a new training", "money": "money", "another question": "another question"}
 
 
 def show(answer: Answer, console: Console) -> None:
@@ -176,7 +175,7 @@ def first_line(answer: Answer) -> Text:
     if first is None:
         return Text.assemble(("turn first: ", "bold"), "no single knob gains 3 % within the limits")
     worth = f"{(first.change or 0) * (1 if goal.more_is_better else -1):+.0%} {goal.title}"
-    paid = WORDS[first.knob.costs]
+    paid = f"costs {WORDS[first.knob.costs]}"
     if first.knob.costs == "money" and first.bill_change:
         paid = f"{'+' if first.bill_change > 0 else '-'}${abs(first.bill_change):,.2f} per hour"
     doubt = f" (contested: {first.knob.contested})" if first.knob.contested else ""
@@ -216,9 +215,16 @@ def _plain(*columns: str) -> Table:
 
 
 def _cells(estimate: Estimate) -> tuple[str, str, Text]:
-    band = "" if estimate.low == estimate.high else f"{written(estimate.low, estimate.unit)} to {written(estimate.high, estimate.unit)}"
     value = format_count(estimate.value) if estimate.unit == "token" else written(estimate.value, estimate.unit)
-    return value, band, _badge(estimate)
+    return value, band_words(estimate), _badge(estimate)
+
+
+def band_words(estimate: Estimate) -> str:
+    """The ends of the 80 % band, with a unit only where it scales with the number; nothing for exact figures."""
+    if estimate.low == estimate.high:
+        return ""
+    unit = estimate.unit if estimate.unit.partition("/")[0] in ("B", "s", "$", "FLOP") else ""
+    return f"{written(estimate.low, unit)} to {written(estimate.high, unit)}"
 
 
 def _badge(estimate: Estimate) -> Text:

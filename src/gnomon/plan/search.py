@@ -17,6 +17,9 @@ from gnomon.plan.words import Question
 from gnomon.plan.workload import RL, Layout, Precision, Serving, Training
 
 MOST_DEVICES = 4096
+TRAINING_BYTES = 16
+"""Bytes per parameter of weights, gradients, master weights and momentum."""
+
 LONG_CONTEXT = 32768
 """From here on cutting a sequence over ranks is tried in training."""
 
@@ -85,7 +88,7 @@ def _axes(model: ModelConfig, count: int, question: Question) -> Iterator[dict[s
     long = train and int(question.work.get("context", 0)) >= LONG_CONTEXT
     for tensor in _tried(fixed, "tensor", [d for d in _divisors(count) if d <= 2 * domain]):
         for context in _tried(fixed, "context", [1, 2, 4, 8] if long else [1]):
-            for pipeline in _tried(fixed, "pipeline", [d for d in _divisors(count) if d <= min(16, model.num_hidden_layers)]):
+            for pipeline in _tried(fixed, "pipeline", _stages(model, count, question)):
                 rest = count // (tensor * context * pipeline)
                 if tensor * context * pipeline * rest != count or rest < 1:
                     if "data" not in fixed:
@@ -98,10 +101,17 @@ def _axes(model: ModelConfig, count: int, question: Question) -> Iterator[dict[s
                                    "kv_shards": shards, "zero": zero}
 
 
+def _stages(model: ModelConfig, count: int, question: Question) -> list[int]:
+    """Numbers of pipeline stages to try: none while all that training keeps fits twice over the devices, for stages only add a bubble."""
+    if question.phase == "train" and TRAINING_BYTES * sizes(model)[1] < 0.5 * count * question.device.memory_bytes:
+        return [1]
+    return [d for d in _divisors(count) if d <= min(16, model.num_hidden_layers)]
+
+
 def _kept(fixed: Mapping[str, int], tensor: int, data: int, train: bool) -> Iterator[tuple[int, int]]:
     """How caches are dealt, and what copies share out."""
     for shards in _tried(fixed, "kv_shards", [1] if train or tensor == 1 else [1, tensor]):
-        for zero in _tried(fixed, "zero", [0, 1, 3] if train and data > 1 else [0]):
+        for zero in _tried(fixed, "zero", [1, 3] if train and data > 1 else [0]):
             yield shards, zero
 
 

@@ -15,7 +15,7 @@ from gnomon.plan.choice import Choice
 from gnomon.plan.goals import Goal, Limit
 from gnomon.plan.inventory import ByValue
 from gnomon.plan.outcome import LossLaw, Outcome, trained
-from gnomon.plan.search import choices, counts
+from gnomon.plan.search import choices, counts, precision_of
 from gnomon.plan.shapes import LARGEST, SMALLEST, shape
 from gnomon.plan.words import Question
 
@@ -284,9 +284,11 @@ def _larger(question: Question, cost: Evaluate) -> list[str]:
         if outcome is not None:
             remedies.append(f"{outcome.choice.cluster.name} ({outcome.choice.layout})")
             break
-    for formats in ({"rest": "fp8"}, {"experts": "mxfp4"}, {"experts": "mxfp4", "rest": "fp8"}, {"experts": "mxfp4", "rest": "mxfp4"}):
-        if question.phase != "serve":
-            break
+    current = precision_of(question, question.model)
+    for asked in ({"rest": "fp8"}, {"experts": "mxfp4"}, {"experts": "mxfp4", "rest": "fp8"}, {"experts": "mxfp4", "rest": "mxfp4"}):
+        formats = {part: name for part, name in asked.items() if getattr(current, part) != name}
+        if question.phase != "serve" or not formats:
+            continue
         narrower = replace(question, precision={**question.precision, **formats})
         outcome = pick([cost(choice) for choice in choices(narrower, question.model, now)], narrower)
         if outcome is not None:
