@@ -70,10 +70,12 @@ INLINE void stripe(const Product& p, const float* b, int64_t column, int64_t col
 template <int W, bool T>
 INLINE void multiply_as(const Product& p) {
     constexpr int MOST = W == 16 ? 4 : 2; /* 6 x 4 vectors of 32 registers, 6 x 2 of 16 */
-    for (int64_t column = p.first; column < p.last; column += MOST * W) {
+    for (int64_t column = p.first, next; column < p.last; column = next) {
+        next = std::min(column + MOST * W, column / STRIPE * STRIPE + STRIPE); /* not across two stripes */
         const float* b = p.panels + column / STRIPE * STRIPE * p.k + column % STRIPE;
-        const int64_t columns = p.last - column;
-        if (columns > 2 * W && MOST > 2) stripe<W, MOST, T>(p, b, column, columns);
+        const int64_t columns = std::min(next, p.last) - column;
+        if (MOST > 2 && columns > 3 * W) stripe<W, MOST, T>(p, b, column, columns);
+        else if (MOST > 2 && columns > 2 * W) stripe<W, MOST / 2 + 1, T>(p, b, column, columns);
         else if (columns > W) stripe<W, 2, T>(p, b, column, columns);
         else stripe<W, 1, T>(p, b, column, columns);
     }

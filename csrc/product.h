@@ -20,7 +20,7 @@ void pack(const float* b, int64_t stride, int64_t k, int64_t n, float* panels);
 void pack_transposed(const float* m, int64_t stride, int64_t k, int64_t n, float* panels);
 
 /* One product. A is [m, k] with rows `a_stride` apart or, `transposed`, stored as [k, m]; columns first..last of C [m, n], rows
- * `c_stride` apart, are written; `first` is a multiple of STRIPE. */
+ * `c_stride` apart, are written; `first` is a multiple of 16. */
 struct Product {
     const float* a;
     int64_t a_stride;

@@ -104,7 +104,7 @@ def test_the_rest_follows_torch_adamw(vector_rate):
 def test_batching_and_its_memory_bound_do_not_change_the_update(monkeypatch):
     results = []
     for limit in (1 << 24, 1, 900):
-        monkeypatch.setattr(module, "BATCH_ELEMENTS", limit)
+        monkeypatch.setattr(module, "BATCH_ELEMENTS", {"cpu": limit})
         named = parameters(torch.float64)
         optimiser = Muon(named.items(), MuonConfig(), head_rows(CONFIG))
         give_gradients(named, 0)

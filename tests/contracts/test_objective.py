@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gnomon.kernels.cross_entropy import chunked, cross_entropy_sum
 from gnomon.model import balance as rules
 from gnomon.model.mixers.mla import Mixer
 from gnomon.model.parts import MLAConfig, MoEConfig
 from gnomon.model.router import Router
-from gnomon.train import balance, objective
-from gnomon.train.objective import cross_entropy_sum
+from gnomon.train import balance
 from gnomon.train.qk_clip import clip_logits, watch
 from gnomon.train.settings import BalanceConfig
 
@@ -20,8 +20,8 @@ def do_nothing(tensor):
 
 @pytest.mark.parametrize("elements", [1, 1 << 22])
 def test_chunked_cross_entropy_equals_the_plain_one(monkeypatch, elements):
-    monkeypatch.setattr(objective, "LOGIT_ELEMENTS", elements)
-    monkeypatch.setattr(objective, "LEAST_ROWS", 7)
+    monkeypatch.setattr(chunked, "LOGIT_ELEMENTS", elements)
+    monkeypatch.setattr(chunked, "LEAST_ROWS", 7)
     hidden = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(30, 16, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 30, (40,))

@@ -38,6 +38,8 @@ _SIGNATURES = {
     "gnomon_linear_forward": [_P, _I64, _I64, _P, _P, _I64, _P, _I32],
     "gnomon_linear_backward_input": [_P, _I64, _I64, _P, _P, _I64, _P, _I32],
     "gnomon_linear_backward_weights": [_P, _P, _I64, _I64, _P, _I64, _P, _I32],
+    "gnomon_cross_entropy": [*[_P] * 3, *[_I64] * 3, *[_P] * 3, _I32],
+    "gnomon_newton_schulz": [_P, *[_I64] * 4, _P, _P, _I32],
     "gnomon_group": [_P, _I64, _I64, *[_P] * 4],
     "gnomon_grouped_forward": [*[_P] * 8, *[_I64] * 5, _F32, _F32, *[_P] * 3, _I32],
     "gnomon_grouped_backward": [*[_P] * 11, *[_I64] * 5, _F32, _F32, *[_P] * 5, _I32],

@@ -5,7 +5,7 @@ For each unit (one head's map, one expert's matrix, one projection), with its mo
     M <- mu M + G,   O = NewtonSchulz(G + mu M),   W <- W - lr (0.2 sqrt(max(A, B)) O + lambda W)
 
 An orthogonal [A, B] matrix has RMS 1/sqrt(max(A, B)), so the factor gives every update the RMS 0.2 that AdamW shows. Units of
-equal shape are orthogonalised in one batch, across parameters. Read next: `units.py`, `qk_clip.py`.
+equal shape are orthogonalised in batches, across parameters. Read next: `units.py`, `qk_clip.py`.
 """
 
 from collections import defaultdict
@@ -22,19 +22,19 @@ from gnomon.train.settings import MuonConfig
 from gnomon.train.units import TABLES, Unit, is_matrix, split
 
 UPDATE_RMS = 0.2  # Moonlight eq. 4: what AdamW's updates measure
-BATCH_ELEMENTS = 1 << 24  # elements orthogonalised together; bounds the working memory of a step
+BATCH_ELEMENTS = {"cpu": 1 << 20}  # elements orthogonalised together: on a CPU what its cache holds
+MOST_BATCH_ELEMENTS = 1 << 24  # on other devices; bounds the working memory of a step
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Consecutive units of one part: views of their weights, and their directions with the smaller side first."""
+    """Consecutive units of one part: views of their weights, and their directions."""
 
     name: str
     part: int
     first: int
     weight: Tensor
     direction: Tensor
-    transposed: bool
 
 
 @runtime_checkable
@@ -104,12 +104,12 @@ class Muon:
         torch._foreach_mul_([self.matrices[name] for name in names], 1.0 - learning_rate * self.config.weight_decay)
         for blocks in self._batches(names, directions):
             stack = torch.cat([block.direction for block in blocks]) if len(blocks) > 1 else blocks[0].direction
-            update = self._orthogonal(stack) * (learning_rate * UPDATE_RMS * max(stack.shape[-2:]) ** 0.5)
+            update, scale = self._orthogonal(stack), learning_rate * UPDATE_RMS * max(stack.shape[-2:]) ** 0.5
             for block, piece in zip(blocks, update.split([len(block.direction) for block in blocks]), strict=True):
-                block.weight.sub_(self._kept(block, piece.mT if block.transposed else piece))
+                block.weight.sub_(self._kept(block, piece), alpha=scale)
 
     def _batches(self, names: list[str], directions: list[Tensor]) -> Iterator[list[_Block]]:
-        """Blocks of equal shape that are orthogonalised together; wide and tall share a batch."""
+        """Blocks of equal shape that are orthogonalised together."""
         by_shape: dict[tuple[int, ...], list[_Block]] = defaultdict(list)
         for name, direction in zip(names, directions, strict=True):
             rows = self.head_rows.get(name)
@@ -120,7 +120,7 @@ class Muon:
         for shape, blocks in by_shape.items():
             batch: list[_Block] = []
             for block in blocks:
-                if batch and sum(len(b.direction) for b in [*batch, block]) * shape[0] * shape[1] > BATCH_ELEMENTS:
+                if batch and sum(len(b.direction) for b in [*batch, block]) * shape[0] * shape[1] > _batch_elements(block.weight):
                     yield batch
                     batch = []
                 batch.append(block)
@@ -128,13 +128,12 @@ class Muon:
 
     def _limited(self, name: str, part: int, weight: Tensor, stack: Tensor) -> Iterator[_Block]:
         """The units of one part, gathered whole, in blocks of bounded size."""
-        size = max(1, BATCH_ELEMENTS // (stack.shape[-2] * stack.shape[-1]))
+        size = max(1, _batch_elements(weight) // (stack.shape[-2] * stack.shape[-1]))
         for first in range(0, stack.shape[0], size):
             local, direction = weight[first : first + size], stack[first : first + size]
             if self.gather is not None:
                 direction = torch.stack([self.gather.gather(Unit(name, part, first + i), d) for i, d in enumerate(direction)])
-            transposed = direction.shape[-2] > direction.shape[-1]
-            yield _Block(name, part, first, local, direction.mT if transposed else direction, transposed)
+            yield _Block(name, part, first, local, direction)
 
     def _kept(self, block: _Block, update: Tensor) -> Tensor:
         if self.gather is None:
@@ -181,6 +180,10 @@ class Muon:
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.steps = int(state["steps"])
+
+
+def _batch_elements(tensor: Tensor) -> int:
+    return BATCH_ELEMENTS.get(tensor.device.type, MOST_BATCH_ELEMENTS)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
