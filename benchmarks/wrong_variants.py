@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from gnomon.kernels import depth, gated_norm, kda, mla, short_conv, situ
+from gnomon.kernels import depth, gated_norm, kda, mla, router, short_conv, situ
 from gnomon.kernels.depth import reference as depth_reference
 from gnomon.kernels.experts import reference as experts_reference
 from gnomon.kernels.kda import reference as kda_reference
+from gnomon.kernels.router import reference as router_reference
 from gnomon.model.experts import LatentMoE
 from gnomon.model.layers import RMSNorm
 from gnomon.model.mixers.kda import Mixer as KDA
@@ -287,19 +288,20 @@ WEIGHTS = "test_routing_weights_are_renormalised_and_scaled"
 BIAS = "test_bias_takes_part_in_the_choice_and_not_in_the_weights"
 
 
-def unweighted(self: Any, scores: Any, ids: Any) -> Any:
+def unweighted(scores: Any, ids: Any, choice: Any) -> Any:
     """No division by the sum."""
-    return scores.gather(-1, ids) * self.config.routed_scaling_factor
+    return scores.gather(-1, ids) * choice.scaling
 
 
-wrong("no renormalisation of routing weights", WEIGHTS, Router, "weigh", unweighted)
-wrong("no scaling factor", WEIGHTS, Router, "weigh",
-      lambda self, scores, ids, f=Router.weigh: f(self, scores, ids) / self.config.routed_scaling_factor)
-wrong("softmax over the chosen", BIAS, Router, "weigh",
-      lambda self, scores, ids: scores.gather(-1, ids).softmax(-1) * self.config.routed_scaling_factor)
-wrong("bias used in weights", BIAS, Router, "weigh", lambda self, s, ids, f=Router.weigh: f(self, s + self.e_score_correction_bias, ids))
-wrong("bias ignored in selection", BIAS, Router, "choose",
-      lambda self, scores, f=Router.choose: f(self, scores - self.e_score_correction_bias))
+wrong("no renormalisation of routing weights", WEIGHTS, router_reference, "weigh", unweighted)
+wrong("no scaling factor", WEIGHTS, router_reference, "weigh",
+      lambda scores, ids, choice, f=router_reference.weigh: f(scores, ids, choice) / choice.scaling)
+wrong("softmax over the chosen", BIAS, router_reference, "weigh",
+      lambda scores, ids, choice: scores.gather(-1, ids).softmax(-1) * choice.scaling)
+wrong("bias used in weights", BIAS, router, "route",
+      lambda scores, bias, choice, f=router_reference.route: f(scores + bias, torch.zeros_like(bias), choice))
+wrong("bias ignored in selection", BIAS, router_reference, "choose",
+      lambda scores, bias, choice, f=router_reference.choose: f(scores - bias, bias, choice))
 wrong("router in bf16", "test_the_router_works_in_fp32_in_a_bf16_model", Router, "scores",
       lambda self, x: torch.sigmoid(x.bfloat16() @ self.weight.bfloat16().T).float())
 wrong("router reads the latent", "test_the_combined_latent_is_normalised_and_the_shared_expert_reads_the_full_width", LatentMoE, "forward",

@@ -43,4 +43,19 @@ GNOMON_API void gnomon_newton_schulz(const float* gradient, int64_t count, int64
 GNOMON_API void gnomon_cross_entropy(const float* hidden, const float* weight, const int64_t* targets, int64_t rows, int64_t width,
                                      int64_t words, double* losses, float* d_hidden, float* d_weight, int32_t threads);
 
+/* The choice of experts from scores [rows, experts] and the selection bias [experts], as csrc/router.h describes it: ids, weights [rows, k];
+ * cutoff [rows] is the (k+1)-th largest biased score, or the smallest chosen where there is none. */
+GNOMON_API void gnomon_route_forward(const float* scores, const float* bias, int64_t rows, int64_t experts, int64_t k, int64_t groups,
+                                     int64_t kept_groups, int32_t renormalise, float scaling, int64_t* ids, float* weights, float* cutoff,
+                                     int32_t threads);
+
+/* The gradient of the scores from that of the weights. */
+GNOMON_API void gnomon_route_backward(const float* scores, const int64_t* ids, const float* d_weights, int64_t rows, int64_t experts,
+                                      int64_t k, int32_t renormalise, float scaling, float* d_scores, int32_t threads);
+
+/* How many rows (of those where mask [rows] is not zero; NULL: all) have (cutoff - score - lowest) / width in each of `bins` bins, values
+ * outside in the first and last: histogram [experts, bins]. */
+GNOMON_API void gnomon_required_bias_histogram(const float* scores, const float* cutoff, const uint8_t* mask, int64_t rows, int64_t experts,
+                                               int64_t bins, double lowest, double width, int64_t* histogram, int32_t threads);
+
 #endif

@@ -28,9 +28,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def gradients(function: Any, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     """Gradients of a fixed random projection of the results with respect to every input that asks for one."""
     results = [t for t in tensors(function(*arguments)) if t.requires_grad]
+    inputs = [t for t in tensors(arguments) if t.requires_grad]
+    if not results:  # integers have no gradient
+        return [torch.zeros_like(i) for i in inputs]
     torch.manual_seed(1)
     loss = sum((t * torch.randn_like(t)).sum() for t in results)
-    inputs = [t for t in tensors(arguments) if t.requires_grad]
     found = torch.autograd.grad(loss, inputs, allow_unused=True)
     return [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)]
 

@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from gnomon.kernels import router as kernels
+
 BINS = 1000  # report App. D: error at most one bin, a few 1e-3
-CHUNK_ELEMENTS = 1 << 20  # scores looked at together; bounds the memory of one call
 
 
 def new_histogram(experts: int, device: torch.device | str | None = None) -> Int[Tensor, "E bins"]:
@@ -44,19 +45,9 @@ def accumulate(
 
     `scores` are the raw sigmoid scores, `cutoff` the (k+1)-th largest of `scores + bias` per token.
     """
-    experts, bins = histogram.shape
-    lowest, width = bin_range(bias, bins)
-    first = torch.arange(experts, device=scores.device) * bins  # [E], where an expert's row starts
-    flat = histogram.view(-1)
-    rows = max(1, CHUNK_ELEMENTS // experts)
-    for start in range(0, scores.shape[0], rows):
-        part, edge = scores[start : start + rows], cutoff[start : start + rows]
-        if mask is not None:
-            keep = mask[start : start + rows]
-            part, edge = part[keep], edge[keep]
-        position = (edge[:, None].double() - part - lowest) / width  # [N, E]
-        index = position.long().clamp_(0, bins - 1) + first
-        flat += torch.bincount(index.view(-1), minlength=flat.numel())
+    bins = histogram.shape[1]
+    lowest, width = (float(edge) for edge in bin_range(bias, bins))
+    histogram += kernels.required_bias_histogram(scores, cutoff, mask, lowest, width, bins)
 
 
 def quantile_bias(histogram: Int[Tensor, "E bins"], bias: Float[Tensor, "E"], k: int) -> Float[Tensor, "E"]:
