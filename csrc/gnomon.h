@@ -101,6 +101,12 @@ GNOMON_API void gnomon_depth_backward(const float* const* sources, const float* 
                           const float* grad, int64_t count, int64_t tokens, int64_t width, float* const* d_sources, float* d_query,
                           int32_t threads);
 
+/* MX formats (bits 4: MXFP4, two codes per byte; 8: MXFP8, E4M3) of `blocks` blocks of 32 values with one scale byte each. `ceil` picks the
+ * smallest scale that saturates nothing instead of the rounded one. `round` is decode(encode(x)) in one pass. */
+GNOMON_API void gnomon_mxfp_encode(const float* x, int64_t blocks, int32_t bits, int32_t ceil, uint8_t* codes, uint8_t* scales, int32_t threads);
+GNOMON_API void gnomon_mxfp_decode(const uint8_t* codes, const uint8_t* scales, int64_t blocks, int32_t bits, float* x, int32_t threads);
+GNOMON_API void gnomon_mxfp_round(const float* x, int64_t blocks, int32_t bits, int32_t ceil, float* rounded, int32_t threads);
+
 /* Packed weight matrices for inference; csrc/matrix.h says how they stand in memory and in which order a product is summed. */
 typedef struct gnomon_matrix {
     const void* data;      /* gnomon_matrix_bytes of it; for the fast paths 64-byte aligned */

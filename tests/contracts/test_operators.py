@@ -77,7 +77,7 @@ def test_implementation_equals_the_reference(device: str, operator: Operator, mo
             pytest.skip(f"{operator}, {module}: {reason}")
         same(tensors(run(*arguments)), tensors(operator.reference(*arguments)))
     asking = sample(operator, device, training=True)
-    if refuse(*asking) is None:
+    if refuse(*asking) is None and any(t.requires_grad for t in tensors(asking)):
         same(gradients(run, asking), gradients(operator.reference, asking))
 
 

@@ -55,7 +55,7 @@ def decode_mxfp4(
     packed: UInt8[Tensor, "*S I2"], scale: UInt8[Tensor, "*S I32"], dtype: torch.dtype = torch.bfloat16
 ) -> Float[Tensor, "*S I"]:
     """The stored values, exact in bf16 and fp32 for every scale byte up to 252 (beyond, 6 * 2^(e-127) overflows to infinity)."""
-    _check_blocks(packed, scale, 2)
+    check_blocks(packed, scale, 2)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32, device=packed.device)
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)  # [.., I]
     return _apply_scale(table[codes.int()], scale).to(dtype)
@@ -65,7 +65,7 @@ def fake_mxfp4(w: Float[Tensor, "*S I"], rule: str = "even") -> Float[Tensor, "*
     """decode(encode(w)) in the dtype of `w`, with the identity as gradient (straight-through)."""
     with torch.no_grad():
         rounded = decode_mxfp4(*encode_mxfp4(w, rule), dtype=w.dtype)
-    return _StraightThrough.apply(w, rounded)
+    return StraightThrough.apply(w, rounded)
 
 
 def encode_mxfp8(
@@ -84,7 +84,7 @@ def decode_mxfp8(
     values: Float[Tensor, "*S I"], scale: UInt8[Tensor, "*S I32"], dtype: torch.dtype = torch.bfloat16
 ) -> Float[Tensor, "*S I"]:
     """The stored values: E4M3 times 2^(e-127), multiplied in fp32 and cast once."""
-    _check_blocks(values, scale, 1)
+    check_blocks(values, scale, 1)
     return _apply_scale(values.to(torch.float32), scale).to(dtype)
 
 
@@ -92,10 +92,10 @@ def fake_mxfp8(x: Float[Tensor, "*S I"], rule: str = "even") -> Float[Tensor, "*
     """decode(encode(x)) in the dtype of `x`, with the identity as gradient (straight-through)."""
     with torch.no_grad():
         rounded = decode_mxfp8(*encode_mxfp8(x, rule), dtype=x.dtype)
-    return _StraightThrough.apply(x, rounded)
+    return StraightThrough.apply(x, rounded)
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """Value of the second argument, gradient of the first; w + (rounded - w).detach() would round a second time."""
 
     @staticmethod
@@ -131,7 +131,7 @@ def _apply_scale(values: Tensor, scale: Tensor) -> Tensor:
     return (values.unflatten(-1, (-1, BLOCK)) * factor.unsqueeze(-1)).flatten(-2)
 
 
-def _check_blocks(stored: Tensor, scale: Tensor, per_byte: int) -> None:
+def check_blocks(stored: Tensor, scale: Tensor, per_byte: int) -> None:
     columns = stored.shape[-1] * per_byte
     if stored.shape[:-1] != scale.shape[:-1] or columns != scale.shape[-1] * BLOCK:
         raise KernelError(
