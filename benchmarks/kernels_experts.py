@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from machine import save
 
-from gnomon.kernels import mxfp, native, packed
+from gnomon.kernels import mxfp, native
 from gnomon.kernels.packed.matrix import PackedExperts, WeightBuffer
 
 EXPERTS, CHOSEN, LATENT, INNER, LAYERS = 64, 8, 512, 512, 8
@@ -41,14 +41,19 @@ def reader(size: int) -> Callable[[], float]:
 
 
 def seconds_per_layer(layers: list[PackedExperts], tokens: int, draw: torch.Generator) -> tuple[float, float]:
-    """Seconds and bytes of one layer on average over all of them, each with a routing of its own."""
-    z = torch.randn(tokens, LATENT, generator=draw)
-    routes = [torch.rand(tokens, EXPERTS, generator=draw).topk(CHOSEN, dim=-1).indices for _ in layers]
-    weights = torch.full((tokens, CHOSEN), 1.0 / CHOSEN)
-    size = layers[0].bytes / EXPERTS
+    """Seconds and bytes of one layer on average over all of them, each with a routing of its own.
+
+    The C++ function is called as a layer calls it, without the operator's checks.
+    """
+    z, y = torch.randn(tokens, LATENT, generator=draw), torch.empty(tokens, LATENT)
+    routes = [torch.rand(tokens, EXPERTS, generator=draw).topk(CHOSEN, dim=-1).indices.int() for _ in layers]
+    weights, refused = torch.full((tokens, CHOSEN), 1.0 / CHOSEN), ctypes.c_int64()
+    views, size = [stack.view(4.0, 25.0) for stack in layers], layers[0].bytes / EXPERTS
+    run = native.library().gnomon_experts_forward
     start = time.perf_counter()
-    for stack, ids in zip(layers, routes, strict=True):
-        packed.experts(z, stack, ids, weights, 4.0, 25.0)
+    for view, ids in zip(views, routes, strict=True):
+        run(ctypes.addressof(view), z.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, CHOSEN, y.data_ptr(),
+            ctypes.addressof(refused), native.threads())
     elapsed = time.perf_counter() - start
     return elapsed / len(layers), size * statistics.mean(len(ids.unique()) for ids in routes)
 

@@ -132,6 +132,7 @@ def _apply_scale(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def check_blocks(stored: Tensor, scale: Tensor, per_byte: int) -> None:
+    """Raise `KernelError` unless the scales cover the stored elements, of which a byte holds `per_byte`."""
     columns = stored.shape[-1] * per_byte
     if stored.shape[:-1] != scale.shape[:-1] or columns != scale.shape[-1] * BLOCK:
         raise KernelError(
