@@ -1,7 +1,7 @@
 """How fast are products with packed weights: few rows against the reading of memory, many rows against torch's products?
 
-One row goes through matrices that are read from memory in turn (more of them than caches hold); many rows through one matrix. Each figure is the
-median of runs that alternate with the named peer in the same run.
+One row goes through matrices that are read from memory in turn (more of them than caches hold); many rows through one matrix. Each
+figure is the median of runs that alternate with the named peer in the same run.
 
     OMP_NUM_THREADS=2 python benchmarks/kernels_matrix.py
 """
