@@ -1,7 +1,7 @@
 /* gnomon's operators in C++: plain pointers in, plain pointers out, no torch and no Python.
  *
  * Every array is fp32 unless said, C-contiguous and owned by the caller. Outputs are written completely and never read first. No function
- * keeps anything between calls; all may be called from several threads. `threads` bounds the OpenMP threads of one call.
+ * keeps anything but scratch memory between calls; all may be called from several threads. `threads` bounds the OpenMP threads of one call.
  * Legend: N tokens of all documents, S documents, H heads, K key channels, V value channels.
  * Document s is tokens bounds[s] to bounds[s + 1] (exclusive); it may be empty.
  */

@@ -10,11 +10,9 @@
 #include "gnomon.h"
 #include "kda_columns.h"
 #include "kda_input.h"
-#include "pool.h"
+#include "regions.h"
 
 namespace {
-
-using namespace gnomon;
 
 constexpr int64_t BLOCK = 32; /* tokens that are converted together */
 
@@ -89,9 +87,9 @@ float* scratch_of_thread(const Forward& a) {
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
-void run(Pool& pool, const Forward& a, const int64_t* bounds, int64_t documents) {
+void run(int threads, const Forward& a, const int64_t* bounds, int64_t documents) {
     std::vector<Walk> walks;
-    const int64_t parts = documents * a.heads >= 2 * pool.threads ? 1 : a.slices;
+    const int64_t parts = documents * a.heads >= 2 * threads ? 1 : a.slices;
     int64_t first_period = 0;
     for (int64_t d = 0; d < documents; ++d) {
         const int64_t length = bounds[d + 1] - bounds[d];
@@ -101,7 +99,7 @@ void run(Pool& pool, const Forward& a, const int64_t* bounds, int64_t documents)
                                  (part + 1) * a.slices / parts});
         first_period += (length + a.period - 1) / a.period;
     }
-    parallel(pool, walks.size(), [&](int64_t i, int) { forward(a, walks[i], scratch_of_thread(a)); });
+    each_task(threads, walks.size(), [&](int64_t i, int) { forward(a, walks[i], scratch_of_thread(a)); });
 }
 
 }  // namespace
@@ -112,7 +110,7 @@ extern "C" void gnomon_kda_forward(const void* q, const void* k, const void* v, 
     const auto input = [&](const void* x, int bit) { return Input{x, (half >> bit & 1) != 0}; };
     int64_t columns = lanes_here() * vectors_of(lanes_here(), values);
     while (columns > lanes_here() && documents * heads * ((values + columns - 1) / columns) < threads) columns /= 2;
-    run(pool(threads),
+    run(threads,
         {input(q, 0), input(k, 1), input(v, 2), input(g, 3), input(beta, 4), initial, o, last, error, states, heads, keys, values, period,
          (values + columns - 1) / columns, columns},
         bounds, documents);

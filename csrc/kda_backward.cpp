@@ -21,11 +21,9 @@
 #include "gnomon.h"
 #include "kda_chunks.h"
 #include "kda_columns.h"
-#include "pool.h"
+#include "regions.h"
 
 namespace {
-
-using namespace gnomon;
 
 /* Columns [column, column + panel) of a state [keys, values] as [padded_keys][panel], zero beyond its edges; x may be NULL. */
 void load_panel(const Call& a, const float* x, int64_t column, float* panel) {
@@ -223,7 +221,7 @@ void walk(const Call& a, const Stretch& s, Window& w) {
 }
 
 /* All threads walk all stretches side by side. */
-void walk_together(Pool& pool, const Call& a, const std::vector<Stretch>& stretches) {
+void walk_together(int threads, const Call& a, const std::vector<Stretch>& stretches) {
     std::vector<Window> windows(stretches.size());
     const int64_t panels = a.padded_values() / a.panel, count = static_cast<int64_t>(stretches.size());
     int64_t most = 0;
@@ -238,12 +236,12 @@ void walk_together(Pool& pool, const Call& a, const std::vector<Stretch>& stretc
             plan(a, stretches[i], window, windows[i]);
             for (const Chunk& x : windows[i].chunks) chunks.emplace_back(i, &x);
         }
-        parallel(pool, chunks.size(), [&](int64_t i, int) { prepare(a, stretches[chunks[i].first], *chunks[i].second); });
-        parallel(pool, count * panels, [&](int64_t i, int) {
+        each_task(threads, chunks.size(), [&](int64_t i, int) { prepare(a, stretches[chunks[i].first], *chunks[i].second); });
+        each_task(threads, count * panels, [&](int64_t i, int) {
             if (!windows[i / panels].chunks.empty())
                 descend(a, stretches[i / panels], windows[i / panels], window, i % panels * a.panel);
         });
-        parallel(pool, chunks.size(), [&](int64_t i, int) { collect(a, stretches[chunks[i].first], *chunks[i].second); });
+        each_task(threads, chunks.size(), [&](int64_t i, int) { collect(a, stretches[chunks[i].first], *chunks[i].second); });
     }
     for (int64_t i = 0; i < count; ++i) finish(a, stretches[i], windows[i]);
 }
@@ -263,7 +261,9 @@ extern "C" void gnomon_kda_backward(const void* q, const void* k, const void* g,
         for (int64_t h = 0; h < heads; ++h) stretches.push_back({bounds[d], length, h, d * heads + h, first_period});
         first_period += (length + period - 1) / period;
     }
-    if (static_cast<int64_t>(stretches.size()) < threads) return walk_together(pool(threads), a, stretches);
-    std::vector<Window> windows(threads);
-    parallel(pool(threads), stretches.size(), [&](int64_t i, int thread) { walk(a, stretches[i], windows[thread]); });
+    if (static_cast<int64_t>(stretches.size()) < threads) return walk_together(threads, a, stretches);
+    each_task(threads, stretches.size(), [&](int64_t i, int) {
+        thread_local Window window; /* kept for the next call: its memory need not be asked for again */
+        walk(a, stretches[i], window);
+    });
 }

@@ -1,22 +1,24 @@
 /* Norms of rows: unit length for queries and keys, root mean square with a weight and, for KDA's output, a sigmoid gate.
- * What each function computes stands in gnomon.h. Rows are independent; the gradient of the weight is summed per thread. */
+ * What each function computes stands in gnomon.h. Rows are independent; the gradient of the weight is summed by blocks of rows, so that
+ * the threads change no bit. */
+#include <algorithm>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "gnomon.h"
+#include "regions.h"
 #include "rows.h"
 
 namespace {
 
-int this_thread() {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
+constexpr int64_t BLOCK = 256; /* rows of a task */
+
+int64_t blocks_of(int64_t rows) { return (rows + BLOCK - 1) / BLOCK; }
+
+template <class F>
+void by_blocks(int threads, int64_t rows, F&& row) {
+    each_task(threads, blocks_of(rows), [&](int64_t block, int) {
+        for (int64_t r = block * BLOCK; r < std::min(rows, (block + 1) * BLOCK); ++r) row(r);
+    });
 }
 
 /* y = a x + b z */
@@ -69,37 +71,29 @@ DISPATCH(rms_row_back, (const RmsGradients& a, int64_t n, float eps), (a, n, eps
 }  // namespace
 
 extern "C" void gnomon_unit_forward(const float* x, int64_t rows, int64_t width, float eps, float scale, float* y, int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t r = 0; r < rows; ++r) unit_row(x + r * width, nullptr, width, eps, scale, y + r * width);
+    by_blocks(threads, rows, [&](int64_t r) { unit_row(x + r * width, nullptr, width, eps, scale, y + r * width); });
 }
 
 extern "C" void gnomon_unit_backward(const float* x, const float* d_y, int64_t rows, int64_t width, float eps, float scale, float* d_x,
                                      int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t r = 0; r < rows; ++r) unit_row(x + r * width, d_y + r * width, width, eps, scale, d_x + r * width);
+    by_blocks(threads, rows, [&](int64_t r) { unit_row(x + r * width, d_y + r * width, width, eps, scale, d_x + r * width); });
 }
 
 extern "C" void gnomon_rms_forward(const float* x, const float* weight, const float* gate, int64_t rows, int64_t width, float eps, float* y,
                                    int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t r = 0; r < rows; ++r)
-        rms_row(x + r * width, weight, gate ? gate + r * width : nullptr, width, eps, y + r * width);
+    by_blocks(threads, rows,
+              [&](int64_t r) { rms_row(x + r * width, weight, gate ? gate + r * width : nullptr, width, eps, y + r * width); });
 }
 
 extern "C" void gnomon_rms_backward(const float* x, const float* weight, const float* gate, const float* d_y, int64_t rows, int64_t width,
                                     float eps, float* d_x, float* d_weight, float* d_gate, int32_t threads) {
-    std::vector<float> partial(threads * width, 0.0f);
-#pragma omp parallel num_threads(threads)
-    {
-        float* mine = partial.data() + this_thread() * width;
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = r * width;
-            rms_row_back({x + at, weight, gate ? gate + at : nullptr, d_y + at, d_x + at, mine, gate ? d_gate + at : nullptr}, width, eps);
-        }
-    }
-    for (int64_t i = 0; i < width; ++i) {
-        d_weight[i] = 0.0f;
-        for (int32_t t = 0; t < threads; ++t) d_weight[i] += partial[t * width + i];
-    }
+    std::vector<float> partial(blocks_of(rows) * width, 0.0f);
+    by_blocks(threads, rows, [&](int64_t r) {
+        const int64_t at = r * width;
+        float* mine = partial.data() + r / BLOCK * width;
+        rms_row_back({x + at, weight, gate ? gate + at : nullptr, d_y + at, d_x + at, mine, gate ? d_gate + at : nullptr}, width, eps);
+    });
+    std::fill(d_weight, d_weight + width, 0.0f);
+    for (int64_t b = 0; b < blocks_of(rows); ++b)
+        for (int64_t i = 0; i < width; ++i) d_weight[i] += partial[b * width + i];
 }

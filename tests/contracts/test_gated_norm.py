@@ -64,3 +64,13 @@ def test_threads_share_the_sum_of_the_weight_s_gradient() -> None:
         grads.append(torch.autograd.grad(cpu.rms_norm(*inputs, 1e-5).square().sum(), inputs))
     for other in grads[1:]:
         torch.testing.assert_close(other, grads[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_threads_do_not_change_a_bit_of_the_weights_gradient() -> None:
+    o, gate, weight = torch.randn(1000, 2, 24), torch.randn(1000, 2, 24), torch.rand(24, requires_grad=True)
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)  # the next test goes back to one
+        results.append(torch.autograd.grad(cpu.gated_norm(o, weight, gate, 1e-5).square().sum(), weight)[0])
+    assert torch.equal(*results)
