@@ -50,7 +50,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["plan", "--compare", "--model", "tiny", "--hardware", "h200"]) == 0
     text = capsys.readouterr().out
-    assert "tiny, all-MLA" in text and "token/s, one user" in text and "record: " in text
+    assert "  all-MLA" in text and "token/s (80 %)" in text and "128k" in text and "record: " in text
+    assert max(map(len, text.splitlines()[:-3])) <= 110
     assert main(["plan", "--compare", "speed=3"]) == 2
     assert "does not go with --compare" in capsys.readouterr().err
     assert main(["plan", "--compare", "--hardware", "h2000"]) == 2

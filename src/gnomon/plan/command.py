@@ -168,8 +168,8 @@ def _compare(parsed: argparse.Namespace) -> None:
     rows = compared(beside(name, read_model(name)), cluster, record)
     console = Console(highlight=False)
     console.print(comparison_table(rows))
-    console.print(f"one sequence, bf16 cache; {name} and its variants have as many active parameters; GFLOP and bytes are of one token"
-                  + (f"; record: {record.title}, {record.date}" if record else ""))
+    console.print(f"one sequence, bf16 cache; bytes moved and GFLOP are of one token; variants of {name} have as many active parameters"
+                  + (f"; speed of one user, `?` beyond what was measured; record: {record.title}, {record.date}" if record else ""))
 
 
 def _calibrate() -> None:

@@ -79,20 +79,36 @@ def _layout(config: ModelConfig, cluster: Cluster) -> Layout:
 
 
 def comparison_table(found: Iterable[Compared]) -> Table:
-    """The rows for a terminal."""
-    rows, result = list(found), Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    """The rows for a terminal: a model's name stands on its first row, `?` marks speeds beyond what was measured."""
+    rows, result = list(found), Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     timed = any(item.speed is not None or item.because for item in rows)
-    for name in ("model", "context", "parameters", "active", "cache", "state", "cache moved", "GFLOP", *(
-            ("fit", "token/s, one user", "80 % band", "") if timed else ())):
-        result.add_column(name, overflow="fold", justify="left" if name == "model" else "right")
+    for name in ("model", "context", "total", "active", "cache", "state", "moved", "GFLOP", *(("fit", "token/s (80 %)") if timed else ())):
+        result.add_column(name, overflow="fold", justify="left" if name == "model" else "right", no_wrap=name != "token/s (80 %)")
+    last = ""
     for item in rows:
         row = item.row
-        cells = [row.name, f"{row.context:,}", format_count(row.total), format_count(row.active), format_bytes(row.kv_bytes),
-                 format_bytes(row.state_bytes), format_bytes(row.cache_traffic), f"{row.flops / 1e9:,.0f}"]
+        title = "" if row.name == last else f"  {row.name.partition(', ')[2]}" if ", " in row.name else row.name
+        last = row.name
+        cells = [title, _length(row.context), format_count(row.total), format_count(row.active), _short(row.kv_bytes),
+                 _short(row.state_bytes), _short(row.cache_traffic), _plain(row.flops / 1e9)]
         if item.speed is not None:
             speed = item.speed
-            cells += [f"{item.fit:,}", f"{speed.value:.1f}", f"{speed.low:.1f} to {speed.high:.1f}", speed.badge]
+            mark = " ?" if speed.badge == "extrapolated" else ""
+            cells += [f"{item.fit:,}", f"{_plain(speed.value)} ({_plain(speed.low)} to {_plain(speed.high)}){mark}"]
         elif timed:
-            cells += ["no", "", item.because, ""]
+            cells += ["0", item.because]
         result.add_row(*cells)
     return result
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _short(size: float) -> str:
+    value, _, unit = format_bytes(size).partition(" ")
+    return f"{float(value):.3g} {unit}" if float(value) < 1000 else f"{float(value):.0f} {unit}"
+
+
+def _length(tokens: int) -> str:
+    return f"{tokens // 2**20}M" if tokens % 2**20 == 0 else f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
