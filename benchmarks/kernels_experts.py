@@ -52,7 +52,7 @@ def seconds_per_layer(layers: list[PackedExperts], tokens: int, draw: torch.Gene
     run = native.library().gnomon_experts_forward
     start = time.perf_counter()
     for view, ids in zip(views, routes, strict=True):
-        run(ctypes.addressof(view), z.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, CHOSEN, y.data_ptr(),
+        run(ctypes.addressof(view), z.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, CHOSEN, 0, y.data_ptr(),
             ctypes.addressof(refused), native.threads())
     elapsed = time.perf_counter() - start
     return elapsed / len(layers), size * statistics.mean(len(ids.unique()) for ids in routes)

@@ -142,9 +142,9 @@ GNOMON_API void gnomon_matrix_multiply(const gnomon_matrix* w, const float* x, i
                                        int32_t add, int32_t threads);
 
 /* Routed experts: y[r] = sum_j weights[r][j] down(situ(gate z[r], up z[r])) of expert ids[r][j]; z, y [rows, latent], ids, weights [rows, k].
- * *refused is the position of the first id that names no expert, and y is not written then; -1 otherwise. */
+ * `mxfp8` rounds z and the intermediate to MXFP8 before they are multiplied. *refused is the position of the first id that names no expert, and y is not written then; -1 otherwise. */
 GNOMON_API void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
-                                       int64_t k, float* y, int64_t* refused, int32_t threads);
+                                       int64_t k, int32_t mxfp8, float* y, int64_t* refused, int32_t threads);
 
 /* The depth read for inference (depth.h), followed by the RMSNorm of weight norm [width] unless that is NULL; mixed may be NULL. */
 GNOMON_API void gnomon_depth_read_norm(const float* const* sources, const float* query, const float* norm, int64_t count, int64_t rows,

@@ -39,7 +39,9 @@ void multiply(Pool& pool, const Matrix& w, const float* x, int64_t rows, int64_t
 void multiply_many(Pool& pool, const Matrix* const* w, float* const* y, int64_t count, const float* x, int64_t rows, int64_t x_stride);
 
 /* Routed experts: y[r] = sum_j weights[r][j] down_e(situ(gate_e z_r, up_e z_r)) with e = ids[r][j], summed in the order of j.
- * z, y [rows, latent]; ids, weights [rows, k]. The intermediate is rounded to bf16 as every input of a product is. */
-void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, const float* weights, int64_t rows, int64_t k, float* y);
+ * z, y [rows, latent]; ids, weights [rows, k]. The intermediate is rounded to bf16 as every input of a product is. With `mxfp8` both
+ * inputs are rounded to MXFP8 first (blocks of 32, so both widths must be multiples of it). */
+void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, const float* weights, int64_t rows, int64_t k, float* y,
+             bool mxfp8 = false);
 
 }  // namespace gnomon

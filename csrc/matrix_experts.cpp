@@ -49,6 +49,7 @@ struct Slab {
     std::vector<Part> parts;
     std::vector<int32_t> token, place; /* of a sorted pair; the sorted position of a pair */
     float* out;                        /* [sorted pair][latent] */
+    bool mxfp8;
 
     bool plain() const { return e.gate[0].format == F32; }
     int64_t value_bytes() const { return plain() ? 4 : kernels().input_bytes; }
@@ -98,6 +99,7 @@ struct Slab {
             for (int64_t row = 0; row < n; ++row) {
                 float* a = gate + row * width;
                 situ(a, up + row * width, count, e.beta1, e.beta2, a);
+                if (mxfp8) gnomon_mxfp_round(a, count / BLOCK, 8, 0, a, 1);
                 char* to = hidden + (row * hidden_stride() + at) * value_bytes();
                 if (plain()) std::memcpy(to, a, count * sizeof(float));
                 else kernels().prepare(a, count, to);
@@ -148,13 +150,20 @@ struct Slab {
 
 }  // namespace
 
-void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, const float* weights, int64_t rows, int64_t k, float* y) {
+void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, const float* weights, int64_t rows, int64_t k, float* y,
+             bool mxfp8) {
     if (e.count == 0 || rows == 0) return;
     const int64_t latent = e.gate[0].in, inner = e.gate[0].out;
     for (int64_t first = 0; first < rows; first += SLAB) {
         const int64_t count = std::min(SLAB, rows - first);
-        Slab slab{e, {}, latent, inner, count, k, pool.threads, {}, {}, {}, nullptr};
-        slab.z = prepare(pool, z + first * latent, count, latent, latent, !slab.plain(), scratch(INPUTS));
+        Slab slab{e, {}, latent, inner, count, k, pool.threads, {}, {}, {}, nullptr, mxfp8};
+        const float* inputs = z + first * latent;
+        if (mxfp8) {
+            float* coarse = reinterpret_cast<float*>(scratch(COARSE).get(count * latent * 4));
+            gnomon_mxfp_round(inputs, count * latent / BLOCK, 8, 0, coarse, pool.threads);
+            inputs = coarse;
+        }
+        slab.z = prepare(pool, inputs, count, latent, latent, !slab.plain(), scratch(INPUTS));
         slab.sort(ids + first * k);
         slab.out = reinterpret_cast<float*>(scratch(OUTPUTS).get(count * k * latent * 4));
         if (static_cast<int64_t>(slab.parts.size()) >= 4 * pool.threads || pool.threads == 1) slab.run_whole_parts(pool);
@@ -166,10 +175,10 @@ void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, c
 }  // namespace gnomon
 
 extern "C" void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
-                                       int64_t k, float* y, int64_t* refused, int32_t threads) {
+                                       int64_t k, int32_t mxfp8, float* y, int64_t* refused, int32_t threads) {
     *refused = -1;
     for (int64_t i = 0; i < rows * k && *refused < 0; ++i)
         if (ids[i] < 0 || ids[i] >= experts->count) *refused = i;
     if (*refused >= 0) return;
-    gnomon::experts(gnomon::pool(threads), *experts, z, ids, weights, rows, k, y);
+    gnomon::experts(gnomon::pool(threads), *experts, z, ids, weights, rows, k, y, mxfp8 != 0);
 }

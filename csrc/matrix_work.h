@@ -19,7 +19,7 @@ struct Scratch {
     char* get(int64_t bytes);
     ~Scratch();
 };
-enum Use { TILE, INPUTS, GATHERED, BRANCHES, HIDDEN, OUTPUTS, USES };
+enum Use { TILE, INPUTS, GATHERED, BRANCHES, HIDDEN, OUTPUTS, COARSE, USES };
 Scratch& scratch(Use use);
 
 /* The same rows as they came and as products of bf16 read them; strides in elements. */

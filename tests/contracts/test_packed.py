@@ -247,6 +247,24 @@ def test_experts_against_exact_sums(name: str, tokens: int, threads: int, poison
     assert error.median() < 3e-7
 
 
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_mxfp8_activations_are_those_of_the_format(tokens: int) -> None:
+    """Inputs that are already MXFP8 values change nothing; rounding the intermediate too is what the reference does."""
+    packs, _ = stack("mxfp4", 4, 96, 64)
+    coarse = PackedExperts(packs.gate, packs.up, packs.down, mxfp8_activations=True)
+    z, weights = torch.randn(tokens, 64), torch.rand(tokens, 2)
+    ids = torch.rand(tokens, 4).topk(2, dim=-1).indices
+    u = packed.experts(z, coarse, ids, weights, 4.0, 25.0)
+    assert torch.equal(packed.experts(mxfp.fake_mxfp8(z), coarse, ids, weights, 4.0, 25.0), u)
+    expected = packed.experts.reference(z, coarse, ids, weights, 4.0, 25.0)
+    error = (u - expected).abs() / expected.abs().max()
+    assert error.median() < 1e-6 and error.max() < 2e-2
+    unrounded = packed.experts.reference(mxfp.fake_mxfp8(z), packs, ids, weights, 4.0, 25.0)
+    assert (u - unrounded).abs().median() / expected.abs().max() > 1e-4
+    with pytest.raises(KernelError, match="blocks of 32"):
+        PackedExperts(*([PackedMatrix.of(torch.randn(*shape))] for shape in ((40, 64), (40, 64), (64, 40))), mxfp8_activations=True)
+
+
 def test_experts_refuse_what_does_not_fit() -> None:
     packs, _ = stack("bf16", 3, 32, 64)
     ids, weights = torch.tensor([[0, 2]]), torch.rand(1, 2)

@@ -57,7 +57,7 @@ _SIGNATURES = {
     "gnomon_matrix_pack": [*[_P] * 3, _I32],
     "gnomon_matrix_unpack": [_P, _P, _I32],
     "gnomon_matrix_multiply": [_P, _P, _I64, _I64, _P, _I64, _I32, _I32],
-    "gnomon_experts_forward": [*[_P] * 4, _I64, _I64, _P, _P, _I32],
+    "gnomon_experts_forward": [*[_P] * 4, _I64, _I64, _I32, _P, _P, _I32],
     "gnomon_depth_read_norm": [*[_P] * 3, *[_I64] * 3, _F32, *[_P] * 2, _I32],
     "gnomon_depth_bank": [*[_P] * 2, *[_I64] * 4, _F32, *[_P] * 3, _I32],
     "gnomon_depth_merge_norm": [*[_P] * 6, *[_I64] * 2, _F32, *[_P] * 2, _I32],

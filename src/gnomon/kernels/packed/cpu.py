@@ -57,8 +57,8 @@ def experts(
     z, weights, chosen = z.contiguous(), weights.contiguous(), ids.to(torch.int32).contiguous()
     y, view, refused = torch.empty_like(z), stack.view(beta1, beta2), ctypes.c_int64()
     native.library().gnomon_experts_forward(
-        ctypes.addressof(view), z.data_ptr(), chosen.data_ptr(), weights.data_ptr(), len(z), ids.shape[1], y.data_ptr(),
-        ctypes.addressof(refused), native.threads(),
+        ctypes.addressof(view), z.data_ptr(), chosen.data_ptr(), weights.data_ptr(), len(z), ids.shape[1], stack.mxfp8_activations,
+        y.data_ptr(), ctypes.addressof(refused), native.threads(),
     )  # fmt: skip
     if refused.value >= 0:
         wrong = int(ids.reshape(-1)[refused.value])

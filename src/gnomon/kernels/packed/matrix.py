@@ -117,9 +117,14 @@ class PackedMatrix:
 
 
 class PackedExperts:
-    """All routed experts of a layer: `gate`, `up` `[inner, latent]` and `down` `[latent, inner]` of each, with one size."""
+    """All routed experts of a layer: `gate`, `up` `[inner, latent]` and `down` `[latent, inner]` of each, with one size.
 
-    def __init__(self, gate: Sequence[PackedMatrix], up: Sequence[PackedMatrix], down: Sequence[PackedMatrix]):
+    `mxfp8_activations` says that inputs are rounded to MXFP8, as in training with quantised activations (report §4.1.4).
+    """
+
+    def __init__(
+        self, gate: Sequence[PackedMatrix], up: Sequence[PackedMatrix], down: Sequence[PackedMatrix], mxfp8_activations: bool = False
+    ):
         self.gate, self.up, self.down = list(gate), list(up), list(down)
         shape = (self.gate[0].out, self.gate[0].inner) if self.gate else (0, 0)
         for name, stack, expected in (("gate", self.gate, shape), ("up", self.up, shape), ("down", self.down, shape[::-1])):
@@ -127,7 +132,9 @@ class PackedExperts:
                 raise KernelError(f"packed experts: {name} holds {stack}; expected {len(self.gate)} of {expected[0]} x {expected[1]}")
         if len(formats := {w.format for w in (*self.gate, *self.up, *self.down)}) > 1:
             raise KernelError(f"packed experts: formats {[FORMATS[f] for f in sorted(formats)]} in one stack; all must have the same")
-        self.inner, self.latent = shape
+        self.inner, self.latent, self.mxfp8_activations = *shape, mxfp8_activations
+        if mxfp8_activations and (self.inner % BLOCK or self.latent % BLOCK):
+            raise KernelError(f"packed experts: {self.inner} x {self.latent} does not divide into blocks of {BLOCK} for MXFP8 activations")
         if not native.unavailable():
             self._arrays = [(MatrixView * len(stack))(*(w.view for w in stack)) for stack in (self.gate, self.up, self.down)]
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gnomon.kernels.experts.reference import group
+from gnomon.kernels.mxfp.reference import fake_mxfp8
 from gnomon.kernels.packed.matrix import F32, PackedExperts, PackedMatrix
 from gnomon.kernels.situ.reference import situ_glu
 
@@ -28,14 +29,16 @@ def experts(
 ) -> Float[Tensor, "N L"]:
     """sum_k weights[n,k] W_down round(SiTU(W_gate round(z), W_up round(z))) of expert ids[n,k], with the rounding of `multiply`.
 
+    A stack with MXFP8 activations rounds z and the intermediate to MXFP8 before that.
     Raises `KernelError` for an id that names no expert.
     """
-    grouping = group(ids, len(stack))
+    coarse = fake_mxfp8 if stack.mxfp8_activations else torch.Tensor.float
+    z, grouping = coarse(z), group(ids, len(stack))
     outputs = [z.new_empty(0, stack.latent)]
     for e, x in enumerate(z[grouping.rows].split(grouping.counts)):
         if len(x):
             hidden = situ_glu(multiply(x, stack.gate[e]), multiply(x, stack.up[e]), beta1, beta2)
-            outputs.append(multiply(hidden, stack.down[e]))
+            outputs.append(multiply(coarse(hidden), stack.down[e]))
     by_slot = torch.cat(outputs)[grouping.position].unflatten(0, ids.shape)  # [N, k, L]
     return (weights.unsqueeze(-1) * by_slot).sum(dim=1)
 
