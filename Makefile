@@ -14,12 +14,13 @@ NATIVE_NOTICE = $(PY) -c "from gnomon.kernels import native; why = native.unavai
 # The tests take both cores of a small machine: one process per core, one thread per process.
 TEST_ARGS ?= -n 2
 
-.PHONY: tour test slow lint bench clean help
+.PHONY: tour test slow sanitize lint bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make tour    the whole system in miniature, a few minutes on two cores"
 	@echo "make test    the tests (make slow: the long ones)"
+	@echo "make sanitize  the C++ operators under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   the benchmarks; make bench ONLY=startup runs one"
 	@echo "make clean   remove .venv and build outputs"
@@ -32,6 +33,10 @@ test: $(VENV)/test
 
 slow: $(VENV)/test
 	$(PY) -m pytest $(TEST_ARGS) -m slow $(ARGS)
+
+# A build of its own with AddressSanitizer and UndefinedBehaviorSanitizer, under the contract tests of the operators.
+sanitize: $(VENV)/test
+	$(PY) -m pytest -m slow $(ARGS) tests/contracts/test_sanitizers.py
 
 lint: $(VENV)/test
 	$(PY) -m ruff check .

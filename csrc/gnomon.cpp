@@ -31,5 +31,5 @@ extern "C" int32_t gnomon_abi(void) { return GNOMON_ABI; }
 
 extern "C" const char* gnomon_instruction_set(void) {
     const int set = instruction_set();
-    return set == 4 ? "x86-64-v4" : set == 3 ? "x86-64-v3" : "portable";
+    return set == 4 ? (has_bf16_dots() ? "x86-64-v4 with AVX512-BF16" : "x86-64-v4") : set == 3 ? "x86-64-v3" : "portable";
 }

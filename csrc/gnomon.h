@@ -20,7 +20,7 @@ extern "C" {
 #define GNOMON_ABI 3
 GNOMON_API int32_t gnomon_abi(void);
 
-/* Which instruction set the kernels run with on this machine: "x86-64-v4", "x86-64-v3" or "portable". */
+/* Which instruction set the kernels run with here: "x86-64-v4 with AVX512-BF16", "x86-64-v4", "x86-64-v3" or "portable". */
 GNOMON_API const char* gnomon_instruction_set(void);
 
 /* Kimi Delta Attention over documents, token by token:

@@ -93,7 +93,7 @@ def refuse(**tensors: Tensor | None) -> str | None:
 
 
 def instruction_set() -> str:
-    """What the kernels of the loaded library use on this machine, for instance `x86-64-v4`."""
+    """What the kernels of the loaded library use on this machine, for instance `x86-64-v4 with AVX512-BF16`."""
     return library().gnomon_instruction_set().decode()
 
 

@@ -68,20 +68,25 @@ def _name(operator: Operator) -> str:
 
 
 def table() -> Table:
-    """The survey as a table: per operator and implementation "used", "next in line", or the reason of a refusal."""
+    """The survey as a table: per operator and implementation "used", "next" in line, or the number of the reason why it refuses."""
     why = native.unavailable()
     title = f"C++ operators: {native.instruction_set() if why is None else 'absent: ' + why}"
-    result = Table(Column("operator", no_wrap=True), "device", "implementation", "inference", "training", title=title)
+    result = Table(*(Column(name, no_wrap=True) for name in ("operator", "device", "implementation", "inference", "training")), title=title)
     taken: set[tuple[str, str, str]] = set()
+    reasons: dict[str, int] = {}
     before = None
     for choice in survey():
         cells = []
         for mode, refusal in (("inference", choice.inference), ("training", choice.training)):
             place = (choice.operator, choice.device, mode)
-            cells.append(refusal or ("next in line" if place in taken else "used"))
             if refusal is None:
+                cells.append("next" if place in taken else "used")
                 taken.add(place)
+            else:
+                cells.append(f"no ({reasons.setdefault(refusal, len(reasons) + 1)})")
         name = choice.operator if (choice.operator, choice.device) != before else ""
         before = (choice.operator, choice.device)
         result.add_row(name, choice.device, choice.implementation, *cells)
+    result.caption = "\n".join(f"({number}) {reason}" for reason, number in reasons.items())
+    result.caption_justify = "left"
     return result

@@ -59,6 +59,8 @@ def refuse_chunk(
     for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}.items():
         if x is not None and (not x.is_cuda or x.dtype == torch.float64):
             return f"{name} is {x.dtype} on {x.device}; flash-linear-attention takes at most torch.float32 on CUDA"
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        return f"initial_state is {initial_state.dtype}; flash-linear-attention takes states in torch.float32"
     if q.shape[-1] > MAX_KEYS:
         return f"keys have {q.shape[-1]} channels; flash-linear-attention takes at most {MAX_KEYS}"
     if q.shape[1] == 0 or (cu_seqlens is not None and bool((cu_seqlens.diff() <= 0).any())):
