@@ -89,8 +89,9 @@ def shares(steps: Sequence[tuple[str, dict[str, float]]]) -> str:
             for wall, value in parts.items():
                 width = value / whole
                 axes.barh(place, width, left=left, height=0.62, color=COLOURS.get(wall, FAINT), edgecolor="white")
-                if width > 0.07:
-                    axes.annotate(f"{wall}\n{width:.0%}", (left + width / 2, place), ha="center", va="center", fontsize=7.5, color=INK)
+                if width > 0.04 + 0.0085 * len(wall):
+                    ink = INK if wall in ("latency", "capacity") or wall not in COLOURS else "white"
+                    axes.annotate(f"{wall}\n{width:.0%}", (left + width / 2, place), ha="center", va="center", fontsize=7.5, color=ink)
                 left += width
         axes.set_yticks(range(len(steps)), [name for name, _ in reversed(steps)])
         axes.set_xlim(0, 1)
@@ -143,9 +144,9 @@ def front(points: Sequence[tuple[float, float, str]], chosen: tuple[float, float
         best = pareto(points)
         axes.plot([p[0] for p in points], [p[1] for p in points], linestyle="none", marker="o", markersize=3, color=FAINT)
         axes.plot([p[0] for p in best], [p[1] for p in best], color=ACCENT, linewidth=1.8, marker="o", markersize=4.5)
-        for index, (x, y, label) in enumerate(best):
-            if index % max(1, len(best) // 8) == 0 or index == len(best) - 1:
-                axes.annotate(label, (x, y), xytext=(-6, 5), textcoords="offset points", fontsize=7.5, color=INK, ha="right")
+        for x, y, label in _apart(best):
+            axes.annotate(label, (x, y), xytext=(7, -9), textcoords="offset points", fontsize=7.5, color=INK)
+        axes.margins(x=0.08)
         if chosen is not None:
             axes.plot(*chosen, marker="D", markersize=7, color="white", markeredgecolor=INK, markeredgewidth=1.6, linestyle="none")
         axes.set(xlabel=axes_titles[0], ylabel=axes_titles[1])
@@ -158,6 +159,17 @@ def front(points: Sequence[tuple[float, float, str]], chosen: tuple[float, float
                 axis.set_minor_formatter(NullFormatter())
             axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}" if v < 1000 else format_count(v)))
         return svg(figure, "front")
+
+
+def _apart(best: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """The points of a front whose names do not fall on each other: a twelfth of the front apart in one direction or the other."""
+    logs = [(np.log(x), np.log(y)) for x, y, _ in best]
+    reach = [max(1e-9, max(p[i] for p in logs) - min(p[i] for p in logs)) for i in (0, 1)]
+    kept: list[int] = []
+    for index, point in enumerate(logs):
+        if all(max(abs(point[i] - logs[other][i]) / reach[i] for i in (0, 1)) > 1 / 12 for other in kept):
+            kept.append(index)
+    return [best[index] for index in kept]
 
 
 def pareto(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:

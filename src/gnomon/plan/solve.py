@@ -24,7 +24,7 @@ NUDGE = 0.01
 """How far a limit is relaxed to see what a little more of it buys."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-SIZE_STEPS = 11  # steps of the search for the best size, each narrowing it by the golden ratio: 5 % at the end
+SIZE_STEPS = 9  # steps of the search for the best size, each narrowing it by the golden ratio: about 15 % at the end
 SHORTEST_RUN, LONGEST_RUN = 1e5, 1e16  # tokens between which a loss is sought
 
 
@@ -147,8 +147,8 @@ def _tokens_for_loss(key: ByValue, law: LossLaw, wanted: float) -> float | None:
     return math.exp(high)
 
 
-def _weigh(question: Question, cost: Evaluate) -> list[Outcome]:
-    """The outcomes of everything that is tried; numbers of devices stop growing when twice as many are no better."""
+def _weigh(question: Question, cost: Evaluate, patience: int = 2) -> list[Outcome]:
+    """The outcomes of everything that is tried; devices stop doubling after `patience` doublings that are no better."""
     if question.model is None:
         return _weigh_sizes(question, cost)
     found: list[Outcome] = []
@@ -162,7 +162,7 @@ def _weigh(question: Question, cost: Evaluate) -> list[Outcome]:
             best, stale = better, 0
         elif best is not None:
             stale += 1
-        if stale == 2:
+        if stale == patience:
             break
     return found
 
@@ -184,7 +184,7 @@ def _weigh_sizes(question: Question, cost: Evaluate) -> list[Outcome]:
     def weigh(logarithm: float) -> float:
         if logarithm not in found:
             model = shape(math.exp(logarithm))
-            found[logarithm] = list(_weigh(replace(question, model=model, name="K3's shape"), cost))
+            found[logarithm] = list(_weigh(replace(question, model=model, name="K3's shape"), cost, patience=1))
         best = pick(found[logarithm], question)
         return math.inf if best is None else rank(best, question)[0]
 
