@@ -67,7 +67,7 @@ KEYS = {
     ".schema", ".phase", ".feasible", ".assumptions", ".goal", ".goal.metric", ".plan", ".plan.model", ".plan.cluster", ".plan.layout",
     ".plan.precision.experts", ".plan.metrics", ".plan.memory.needed.value", ".plan.memory.usable", ".limits", ".binding", ".knobs",
     ".knobs[].knob", ".knobs[].direction", ".knobs[].goal_change", ".knobs[].costs", ".knobs[].contested", ".knobs[].keeps_limits",
-    ".first_knob", ".refusal", ".record.title", ".weighed", ".seconds",
+    ".first_knob", ".refusal", ".hardware_worth", ".record.title", ".weighed", ".seconds",
 }
 
 

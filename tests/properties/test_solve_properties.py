@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gnomon.plan import laws
 from gnomon.plan.choice import Choice
-from gnomon.plan.effects import effects, first_knob
+from gnomon.plan.effects import effects, first_knob, hardware_worth
 from gnomon.plan.goals import Goal, Limit, metric
 from gnomon.plan.hardware import Cluster
 from gnomon.plan.outcome import Outcome, trained
@@ -174,6 +174,9 @@ def test_knobs_are_weighed_by_turning_them() -> None:
             assert turned is not None
             expected = gain(plan.best, cost(turned), Goal(metric=metric("speed", "serve"))) / plan.best.metrics["speed"].value
             assert effect.change == pytest.approx(expected)
+    worth = hardware_worth(asked_for, plan.best, cost)
+    assert worth["bandwidth"] > 0 and worth["compute"] == worth["links"] == worth["memory"] == 0  # serving reads weights in this file
+    assert worth["bandwidth"] < 0.1
     first = first_knob(found)
     assert first is None or (first.change or 0) > 0
     assert choices(asked_for, asked_for.model, 8)

@@ -4,14 +4,14 @@ This is the planner's Python interface; the command line only adds words. Read n
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gnomon.plan import laws
 from gnomon.plan.calibration import Record, best_record
 from gnomon.plan.choice import Choice
-from gnomon.plan.effects import Effect, effects, first_knob
+from gnomon.plan.effects import Effect, effects, first_knob, hardware_worth
 from gnomon.plan.fit import Fit
 from gnomon.plan.knobs import KNOBS, Knob
 from gnomon.plan.outcome import LossLaw, Outcome, evaluate, parts
@@ -24,13 +24,14 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A plan with its knobs: `seconds` is what it took to find."""
+    """A plan with its knobs, and what a tenth more of each thing its devices have would gain; `seconds` is what it took to find."""
 
     plan: Plan
     effects: tuple[Effect, ...]
     first: Effect | None
     record: Record
     seconds: float
+    hardware_worth: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def question(self) -> Question:
@@ -61,7 +62,9 @@ def ask(question: Question, record: Record | None = None, knobs: Sequence[Knob] 
     cost = coster(record) if law is None else coster(record, lambda model, tokens: law.at(laws.sizes(model)[0], tokens))
     plan = solve(question, cost)
     found = effects(question, plan.best, cost, knobs) if plan.best is not None else []
-    return Answer(plan=plan, effects=tuple(found), first=first_knob(found), record=record, seconds=time.perf_counter() - began)
+    worth = hardware_worth(question, plan.best, cost) if plan.best is not None else {}
+    return Answer(plan=plan, effects=tuple(found), first=first_knob(found), record=record, seconds=time.perf_counter() - began,
+                  hardware_worth=worth)
 
 
 def as_dict(answer: Answer) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "plan": None if best is None else outcome_dict(best),
         "limits": [_room_dict(room) for room in answer.plan.rooms],
         "binding": answer.plan.binding.limit.metric.name if answer.plan.binding else None,
+        "hardware_worth": dict(answer.hardware_worth),
         "knobs": [_effect_dict(effect) for effect in answer.effects],
         "first_knob": _effect_dict(answer.first) if answer.first else None,
         "refusal": None if refusal is None else {

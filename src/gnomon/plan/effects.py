@@ -20,6 +20,7 @@ from gnomon.plan.words import Question
 WORTH = 0.03
 """Smaller gains are not worth a turn: they drown in the bands."""
 
+MORE = 1.1
 SIZE_AT_RELEASE = 20.0  # tokens per active parameter at which quality is compared where no training is planned
 
 
@@ -81,6 +82,29 @@ def first_knob(found: Sequence[Effect]) -> Effect | None:
         if best is not None:
             return best
     return None
+
+
+def hardware_worth(question: Question, best: Outcome, cost: Evaluate) -> dict[str, float]:
+    """What a tenth more of each thing a device has would gain of the watched metric, as a share, all else as it is: its elasticities.
+
+    The layout stays, so this is what the machine's walls are worth, not what a new plan on a better machine would reach.
+    """
+    device = best.choice.cluster.device
+    better = {
+        "bandwidth": replace(device, bandwidth=MORE * device.bandwidth),
+        "compute": replace(device, flops={name: MORE * rate for name, rate in device.flops.items()}),
+        "links": replace(device, scale_up_bandwidth=MORE * device.scale_up_bandwidth,
+                         scale_out_bandwidth=MORE * device.scale_out_bandwidth),
+        "memory": replace(device, memory_bytes=int(MORE * device.memory_bytes)),
+    }
+    watched = Goal(metric=watched_metric(question))
+    found = {}
+    for name, improved in better.items():
+        outcome = cost(replace(best.choice, cluster=replace(best.choice.cluster, device=improved)))
+        settled = settle(outcome, question) if outcome.fits else None
+        if settled is not None:
+            found[name] = gain(best, settled, watched) / abs(best.metrics[watched.metric.name].value)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _per_dollar_first(effect: Effect) -> tuple[bool, float]:

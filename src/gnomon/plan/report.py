@@ -20,6 +20,7 @@ from gnomon.units import format_bytes, format_count
 
 BADGE_STYLE = {"exact": "green", "validated": "cyan", "calibrated": "blue", "extrapolated": "yellow"}
 SHOWN_GAINS, SHOWN_LOSSES = 8, 4
+LEAST_WORTH = 5e-4
 SMALLEST_CHANGE = 0.005  # below half a percent a knob is not listed
 TITLES = {
     "speed": "speed of one user", "throughput": "tokens, all users", "first_token": "time to the first token",
@@ -116,6 +117,9 @@ def stops(answer: Answer) -> Group:
         whole = sum(phase.value for phase in best.phases.values())
         shares = ", ".join(f"{name} {phase.value / whole:.0%}" for name, phase in sorted(best.phases.items(), key=lambda i: -i[1].value))
         lines.append(Text.assemble("  iteration: ", (max(best.phases, key=lambda name: best.phases[name].value), "bold"), f" ({shares})"))
+    gains = ", ".join(f"{name} by {share:.1%}" for name, share in answer.hardware_worth.items() if share >= LEAST_WORTH)
+    if gains:
+        lines.append(Text(f"  a tenth more of the device's betters {watched_metric(answer.question).name}: {gains}"))
     lines += [Text(f"  {note}") for note in best.notes]
     binding = answer.plan.binding
     if binding is not None:
