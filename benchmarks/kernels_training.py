@@ -56,7 +56,7 @@ def both_ways(function: Callable[..., Any], inputs: list[Tensor], *arguments: An
 
 def compare(title: str, sides: dict[str, Run], products: float = 0.0) -> dict[str, Any]:
     """Seconds of each side, best first; prints one line."""
-    seconds = {name: repeat(run, runs=7, warm_up=2) for name, run in sides.items()}
+    seconds = {name: repeat(run, runs=5, warm_up=1) for name, run in sides.items()}
     ours = seconds["c++"]["median"]
     ratios = {name: row["median"] / ours for name, row in seconds.items() if name != "c++"}
     rate = products / ours / 1e9
@@ -143,10 +143,15 @@ def routers() -> list[dict[str, Any]]:
 def main() -> None:
     """Measure all and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    torch.set_num_threads(parser.parse_args().threads)
-    torch.manual_seed(0)
     parts = {"cross_entropy": losses, "linear": linears, "experts": experts, "newton_schulz": matrices, "router": routers}
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=tuple(parts), help="one operator, printed and not kept")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    if arguments.only:
+        parts[arguments.only]()
+        return
     save("kernels_training", {"threads": torch.get_num_threads(), "instruction_set": native.instruction_set(),
                               **{name: part() for name, part in parts.items()}})
 

@@ -6,9 +6,11 @@ killed goes on with the same losses to the last bit. Under torchrun each rank ta
 Read next: `muon.py`, `balance.py`, `checkpoint.py`.
 """
 
+import gc
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,19 @@ def _train_on(mesh: Mesh, recipe: TrainRecipe, *, resume: bool, quiet: bool) -> 
         start, offset = restore(parts)
         if mesh.is_main:
             _write_recipe(parts.recipe)
-        return run_steps(parts, start, offset, display)
+        with _little_garbage():
+            return run_steps(parts, start, offset, display)
+
+
+@contextmanager
+def _little_garbage() -> Iterator[None]:
+    """What exists when the steps begin stays until they end: the collector need not walk through it after every few of them."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def build(material: Material, mesh: Mesh) -> Parts:

@@ -40,7 +40,7 @@ class _CrossEntropy(torch.autograd.Function):
         outputs = [native.address(t) for t in (losses, *grads)]
         native.library().gnomon_cross_entropy(*inputs, rows, width, words, *outputs, native.threads())
         if wanted:
-            ctx.save_for_backward(*grads)  # type: ignore[arg-type]
+            ctx.save_for_backward(*grads)
         return losses.sum().to(hidden.dtype)
 
     @staticmethod
