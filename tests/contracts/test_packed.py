@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -216,6 +217,20 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
+    """The pool serves one caller at a time; another works alone meanwhile, with the same result."""
+    w, _ = make("bf16", 1000, 64)
+    inputs = [torch.randn(20, 64) for _ in range(4)]
+    expected = [packed.multiply(x, w) for x in inputs]
+
+    def repeatedly(i: int) -> bool:
+        torch.set_num_threads(3)
+        return all(torch.equal(packed.multiply(inputs[i], w), expected[i]) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as several:
+        assert all(several.map(repeatedly, range(4)))
 
 
 def stack(name: str, experts: int, inner: int, latent: int) -> tuple[PackedExperts, list[list[Tensor]]]:
