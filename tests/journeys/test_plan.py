@@ -39,7 +39,7 @@ def test_serving_names_plan_wall_and_knob(ask: Ask) -> None:
     shown = ask("--hardware", "b300:8", "--model", "k3-2.8t", "serve", "prompt=8k", "output=1k", "concurrency=16")
     for words in ("speed of one user", "80 % band", "what stops you", "decode:", "turn first:", "record:", "GiB of", "experts mxfp4"):
         assert words in shown
-    assert "assumed: formats as released" in shown
+    assert "assumed: nothing cached, no drafts, formats as released" in shown
 
 
 def test_four_macs_hold_k3_and_one_does_not(ask: Ask) -> None:
@@ -105,6 +105,23 @@ def test_a_table_gives_a_curve(ask: Ask, tmp_path: Path) -> None:
     table.write_text("tokens,score\n" + "".join(f"{x},{0.9 - 40 * x**-0.7}\n" for x in (500, 1000, 2000, 4000, 8000)))
     shown = ask("--fit", str(table))
     assert "score = 0.9" in shown and "extrapolated" in shown
+
+
+def test_runs_of_ones_own_give_the_loss(ask: Ask, tmp_path: Path) -> None:
+    recipe = (Path(__file__).parents[2] / "recipes" / "tour.toml").read_text(encoding="utf-8")
+    for width in (96, 128, 192):
+        for steps in (100, 400, 1600):
+            folder = tmp_path / f"{width}-{steps}"
+            folder.mkdir()
+            (folder / "recipe.toml").write_text(recipe.replace("hidden_size = 128", f"hidden_size = {width}"), encoding="utf-8")
+            end = {"step": steps, "tokens": 4096 * steps, "loss": 1.5 + 40 / width + 300 / (4096 * steps) ** 0.33}
+            (folder / "metrics.jsonl").write_text(json.dumps(end) + "\n", encoding="utf-8")
+    runs = [str(folder) for folder in sorted(tmp_path.iterdir())]
+    shown = ask("--fit", *runs)
+    assert "9 runs" in shown and "beta" in shown and "from your runs" in shown
+    found = json.loads(ask("--json", "train", "--hardware", "xeon-2core:1", "time=1h", "--fit", *runs))
+    loss = found["plan"]["metrics"]["loss"]
+    assert "9 runs of yours" in loss["because"] and 1 < loss["value"] < 5
 
 
 def test_a_knob_of_ones_own_is_weighed(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,13 @@ ORDER = ("tokens", "speed", "throughput", "first_token", "cost", "loss", "time",
 WORDS = {"free": "nothing", "retraining": "a new training", "money": "money", "another question": "another question"}
 
 
+UNSAID = {
+    "serve": (("cached_share", "nothing cached"), ("speculation", "no drafts")), "train": (),
+    "rl": (("turns", "one turn"), ("sandbox_seconds", "no sandbox"), ("length_spread", "lengths spread log-normally by 0.6")),
+}
+"""Fields of the work that change answers a lot, and what their defaults mean."""
+
+
 def show(answer: Answer, console: Console) -> None:
     """Print an answer."""
     console.print(*render(answer), sep="\n")
@@ -72,7 +79,8 @@ def assumptions(answer: Answer) -> list[str]:
             if field not in question.work:
                 found.append(f"{word}={getattr(work, field)}")
         found += [f"{field}={getattr(work, field)}" for field in ("optimiser", "recompute") if field not in question.work]
-    if not question.precision and question.phase == "serve":
+    found += [words for field, words in UNSAID[question.phase] if field not in question.work]
+    if question.phase == "serve" and not question.precision:
         found.append("formats as released")
     return found
 
