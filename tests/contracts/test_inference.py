@@ -201,6 +201,16 @@ def test_latents_in_bf16_cost_their_rounding():
     assert relative(out.logits, exact(network, ids)) <= 2e-2
 
 
+def test_latents_in_bf16_cost_nothing_where_attention_rounds_them_anyway():
+    twin, ids = InferenceModel.from_transformer(model(), "bf16"), tokens(40)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = twin.new_pool(1, 64, dtype=dtype)
+        steps = [(0, 30), (30, 31), (31, 33), (33, 40)]
+        results.append([twin.forward(rows_of([ids[a:b]], [a], [0], [[0]]), pool).logits for a, b in steps])
+    assert all(torch.equal(exact, rounded) for exact, rounded in zip(*results, strict=True))
+
+
 def test_a_step_crosses_into_c_twice(monkeypatch):
     """Whatever the number of layers: once for the size of the scratch memory, once for the step."""
     twin = InferenceModel.from_transformer(model(), "fp32")
