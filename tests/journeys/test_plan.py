@@ -63,6 +63,12 @@ def test_as_many_devices_as_needed(ask: Ask) -> None:
     assert found["goal"]["metric"] == "bill"
 
 
+def test_domains_stay_as_they_are_asked_for(ask: Ask) -> None:
+    for hardware in ("h200:4x2", "h200:8x2", "gb300:72x2"):
+        found = json.loads(ask("--json", "train", "--hardware", hardware, "--model", "small", "tokens=1B", "batch=4M"))
+        assert found["plan"]["cluster"] == hardware
+
+
 KEYS = {
     ".schema", ".phase", ".feasible", ".assumptions", ".goal", ".goal.metric", ".plan", ".plan.model", ".plan.cluster", ".plan.layout",
     ".plan.precision.experts", ".plan.metrics", ".plan.memory.needed.value", ".plan.memory.usable", ".limits", ".binding", ".knobs",

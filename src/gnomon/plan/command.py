@@ -120,6 +120,8 @@ def machine(text: str, record_name: str | None, stack: str | None, price: str | 
     if price is not None:
         amount = dollars(price)
         device = replace(device, price_per_hour=(amount, amount, amount), price_source="given")
+    if cluster.domains > 1 and cluster.devices_per_domain < device.scale_up_size:
+        device = replace(device, scale_up_size=cluster.devices_per_domain)  # domains as they are asked for
     known = record(record_name) if record_name else best_record(device, stack)
     return device, cluster.count if ":" in text.removesuffix(".toml") else None, known
 

@@ -35,19 +35,14 @@ def cluster_of(device: Device, count: int) -> Cluster:
 
 
 def counts(question: Question) -> list[int]:
-    """The numbers of devices to try: the one that was given, else 1, 2, 4 … up to a limit on devices, whole domains only."""
+    """The numbers of devices to try: the one that was given, else 1, 2, 4 … within a domain and 1, 2, 4 … whole domains, up to a limit."""
     if question.devices is not None:
         return [question.devices]
     most = int(min(MOST_DEVICES, question.limit("devices") or MOST_DEVICES))
-    found = []
-    for count in (2**n for n in range(most.bit_length())):
-        try:
-            cluster_of(question.device, count)
-        except ConfigError:
-            continue
-        if count <= most:
-            found.append(count)
-    return found
+    size = question.device.scale_up_size
+    domains = MOST_DEVICES if question.device.scale_out_bandwidth else 1
+    inside = {2**n for n in range(size.bit_length()) if 2**n <= min(size, most)}
+    return sorted(inside | {size * 2**n for n in range(domains.bit_length()) if size * 2**n <= most})
 
 
 def precision_of(question: Question, model: ModelConfig) -> Precision:

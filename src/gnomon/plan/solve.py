@@ -23,6 +23,9 @@ Evaluate = Callable[[Choice], Outcome]
 NUDGE = 0.01
 """How far a limit is relaxed to see what a little more of it buys."""
 
+HOPE = 0.95
+"""A doubling of devices that breaks limits by more than this share of the last is no progress."""
+
 GOLDEN = (math.sqrt(5) - 1) / 2
 SIZE_STEPS = 9  # steps of the search for the best size, each narrowing it by the golden ratio: about 15 % at the end
 SHORTEST_RUN, LONGEST_RUN = 1e5, 1e16  # tokens between which a loss is sought
@@ -148,12 +151,15 @@ def _tokens_for_loss(key: ByValue, law: LossLaw, wanted: float) -> float | None:
 
 
 def _weigh(question: Question, cost: Evaluate, patience: int = 2) -> list[Outcome]:
-    """The outcomes of everything that is tried; devices stop doubling after `patience` doublings that are no better."""
+    """The outcomes of everything that is tried; devices stop doubling after `patience` doublings that are no better.
+
+    While nothing keeps the limits, better is what breaks them less.
+    """
     if question.model is None:
         return _weigh_sizes(question, cost)
     found: list[Outcome] = []
     best: Outcome | None = None
-    stale = 0
+    least, stale = math.inf, 0
     for count in counts(question):
         here = [cost(choice) for choice in _choices(question, question.model, count)]
         found += here
@@ -161,6 +167,10 @@ def _weigh(question: Question, cost: Evaluate, patience: int = 2) -> list[Outcom
         if better is not None and (best is None or rank(better, question) < rank(best, question)):
             best, stale = better, 0
         elif best is not None:
+            stale += 1
+        elif (broken := min((_violation(o, question) for o in _settled(here, question)), default=math.inf)) < HOPE * least:
+            least, stale = broken, 0
+        elif least < math.inf:
             stale += 1
         if stale == patience:
             break
@@ -233,11 +243,11 @@ def shadow_price(weighed: Sequence[Outcome], question: Question, best: Outcome, 
 
 def _refuse(question: Question, weighed: Sequence[Outcome], cost: Evaluate) -> Refusal:
     """Say why nothing fits: memory first, then the limits that the best tries break; and what would help."""
-    fitting = [outcome for outcome in (settle(o, question) for o in weighed if o.fits) if outcome is not None]
+    fitting = _settled(weighed, question)
     if not fitting:
         nearest = max(weighed, key=lambda outcome: outcome.left_bytes, default=None)
         because = "no layout is possible" if nearest is None else nearest.missing
-        return Refusal(because=because, nearest=nearest, remedies=tuple(_larger(question, cost)))
+        return Refusal(because=because, nearest=nearest, remedies=tuple(_larger(question, cost, nearest)))
     nearest = min(fitting, key=lambda outcome: _violation(outcome, question))
     broken = [limit for limit in question.limits if not keeps(nearest, limit)]
     said = [f"{limit.metric.title} is {nearest.metrics[limit.metric.name].value:.4g} {limit.metric.unit}, "
@@ -252,7 +262,11 @@ def _refuse(question: Question, weighed: Sequence[Outcome], cost: Evaluate) -> R
             if not limit.keeps(reach):
                 remedies.append(f"{limit.metric.name}={_shown(limit, reach)} instead of {_shown(limit, limit.bound)}")
     because = "; ".join(said) or "the limits exclude each other"
-    return Refusal(because=because, nearest=nearest, remedies=(*remedies, *_larger(question, cost)))
+    return Refusal(because=because, nearest=nearest, remedies=(*remedies, *_larger(question, cost, nearest)))
+
+
+def _settled(weighed: Sequence[Outcome], question: Question) -> list[Outcome]:
+    return [outcome for outcome in (settle(o, question) for o in weighed if o.fits) if outcome is not None]
 
 
 def _violation(outcome: Outcome, question: Question) -> float:
@@ -269,13 +283,13 @@ def _shown(limit: Limit, value: float) -> str:
     return {"s": f"{rounded:g}s", "$": f"${rounded:g}", "$/h": f"${rounded:g}"}.get(limit.metric.unit, f"{rounded:g}")
 
 
-def _larger(question: Question, cost: Evaluate) -> list[str]:
-    """The least number of the same devices that answers the question, and narrower formats that do on the same number."""
-    if question.model is None:
+def _larger(question: Question, cost: Evaluate, nearest: Outcome | None) -> list[str]:
+    """The least number of the same devices that answers the question, and narrower formats that do on as many as the nearest plan has."""
+    if question.model is None or (question.devices is None and nearest is None):
         return []
     remedies = []
-    now = max(counts(question))
-    for count in (now * factor for factor in (2, 4, 8, 16)):
+    now = question.devices or (nearest.choice.cluster.count if nearest is not None else 1)
+    for count in (now * factor for factor in (2, 4, 8, 16) if question.devices is not None):
         more = replace(question, devices=count, layout={}, limits=tuple(x for x in question.limits if x.metric.name != "devices"))
         try:
             outcome = pick([cost(choice) for choice in choices(more, question.model, count)], more)
