@@ -17,7 +17,7 @@ ROWS = [
     {"parallel", "sandbox"},
     {"train", "serve", "agent"},
     {"posttrain", "plan"},
-    {"tour"}, {"cli"}, {"__main__"},
+    {"measure"}, {"tour"}, {"cli"}, {"__main__"},
 ]
 TORCH_FREE_PACKAGES = {"agent", "sandbox", "plan"}
 TORCH_FREE = [

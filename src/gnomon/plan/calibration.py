@@ -6,7 +6,6 @@ Built-in records are `records/*.toml`; a user's own go by path, or by name from 
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from gnomon import config as toml
 from gnomon.config import setting
 from gnomon.errors import ConfigError
 from gnomon.extend import suggestion
-from gnomon.plan.hardware import Device
+from gnomon.plan.hardware import Device, user_folder
 from gnomon.plan.quantity import Badge
 from gnomon.plan.step import MOST_EFFICIENT, Coefficients, as_table, seconds
 
@@ -67,6 +66,22 @@ class FirstToken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingStep:
+    """A training step in parts: a fixed time per layer and pass, and shares of the data sheet's rates."""
+
+    layer_seconds: float = setting(5e-3, "fixed time per layer of a micro-batch, forward and backward")
+    product_efficiency: float = setting(0.8, "share of peak in products with weights")
+    optimiser_efficiency: float = setting(0.8, "share of peak when matrices are orthogonalised")
+    activation_efficiency: float = setting(0.2, "share of the memory's rate for what passes between products")
+    attention_efficiency: float = setting(0.4, "share of peak in attention, recurrences and depth reads")
+
+    def __post_init__(self) -> None:
+        for name, value in as_table(self).items():
+            if not value > 0:
+                raise ConfigError(f"'training_step.{name}' is {value}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """One stack on one kind of fabric."""
 
@@ -86,7 +101,8 @@ class Record:
     training: dict[str, float] = setting(factory=dict, doc="share of dense peak that a whole training step reaches, by arithmetic")
     training_spread: float = setting(0.6, "80 % band of that share")
     machine: str = setting("", "fingerprint of the machine, for records of one's own")
-    local: dict[str, float] = setting(factory=dict, doc="further measurements of one's own machine")
+    drawing: dict[str, float] = setting(factory=dict, doc="seconds to draw a token on the host, by vocabulary size; empty: in the steps")
+    training_step: TrainingStep | None = setting(None, "what the stack makes of a whole training step, where that was measured in parts")
 
     def __post_init__(self) -> None:
         for name in ("spread", "spread_beyond", "training_spread"):
@@ -105,6 +121,14 @@ class Record:
         factor = math.exp(-self.drift * years)
         return scaled(self, {name: factor for name in as_table(self.coefficients) if name.endswith("_seconds")})
 
+    def draw_seconds(self, vocabulary: int) -> float:
+        """Time to draw a token from a vocabulary of this size: along lines between measured sizes, and on beyond the last."""
+        known = sorted((int(size), taken) for size, taken in self.drawing.items())
+        if not known or vocabulary <= known[0][0] or len(known) == 1:
+            return known[0][1] if known else 0.0
+        below, above = next(((a, b) for a, b in zip(known, known[1:]) if vocabulary <= b[0]), (known[-2], known[-1]))
+        return below[1] + (above[1] - below[1]) / (above[0] - below[0]) * (vocabulary - below[0])
+
     def covers(self, device: Device, ranks: int, sequences: float, context: float) -> bool:
         """Whether a step lies inside what was measured."""
         return (not self.devices or device.name in self.devices) and ranks <= self.range.ranks and \
@@ -122,11 +146,6 @@ def _years(date: str) -> float:
     if not year.isdigit() or not rest[:2].isdigit():
         raise ConfigError(f"'{date}' is not a date; write YYYY-MM")
     return int(year) + (int(rest[:2]) - 1) / 12
-
-
-def user_folder() -> Path:
-    """Where a user's own records and hardware files live: `$XDG_CONFIG_HOME/gnomon`, else `~/.config/gnomon`."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "gnomon"
 
 
 def record_names() -> list[str]:

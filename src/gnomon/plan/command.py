@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gnomon.errors import ConfigError, GnomonError
+from gnomon.errors import ConfigError
 
 WORDS = """words are key=value: what is asked (prompt=8k output=1k concurrency=16; tokens=20B batch=1M context=4k; tasks=64 group=8), axes
 (tp=8 ep=8 pp=2 dp=4 cp=2 dcp=8 zero=1), formats (experts=mxfp4 rest=fp8 kv=fp8), bounds (speed=30 latency=2s cost=$1 time=7d budget=$500
@@ -176,8 +176,14 @@ def _compare(parsed: argparse.Namespace) -> None:
 
 def _calibrate() -> None:
     """Measure in a process of its own, so that the planner itself never loads torch."""
-    import subprocess
+    from rich.console import Console
 
-    done = subprocess.run([sys.executable, "-m", "gnomon.measure"], check=False)
-    if done.returncode:
-        raise GnomonError("the measurement stopped; its message is above")
+    from gnomon.plan.local import calibrate
+
+    done = calibrate()
+    console = Console(highlight=False)
+    console.print(f"{done.device.title}: reads {done.device.bandwidth / 1e9:.1f} GB/s, "
+                  + ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in done.device.flops.items()))
+    console.print(f"small models: trained within {done.made.training_spread:.0%}, sampled within {done.made.spread:.0%} (80 %), "
+                  f"measured in {done.seconds:.0f} s")
+    console.print(f"wrote {done.hardware} and {done.record}; use --hardware here")

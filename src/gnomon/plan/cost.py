@@ -6,7 +6,7 @@ Read next: `serving.py`, `training.py`, `rl.py`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gnomon.errors import CapacityError, ConfigError
 from gnomon.model.config import ModelConfig
@@ -86,7 +86,9 @@ def decode(plan: Deployment, sequences: float, context: float, tokens_each: floa
         raise ConfigError(f"a step of {sequences} sequences with {context} tokens of context; both must be positive")
     demand = decode_demand(plan, sequences, context, tokens_each, prompt_tokens)
     spread, badge, because = trust(plan, sequences, context)
-    return step_time(demand, plan.record.coefficients, spread, badge, because)
+    drawing = plan.record.draw_seconds(plan.config.vocab_size)
+    usual = plan.record.coefficients
+    return step_time(demand, replace(usual, sequence_seconds=usual.sequence_seconds + drawing), spread, badge, because)
 
 
 def trust(plan: Deployment, sequences: float, context: float) -> tuple[float, Badge, str]:
@@ -146,7 +148,8 @@ def _chunk(plan: Deployment, tokens: float, before: float, times: int) -> StepTi
 def _computed(plan: Deployment, parts: dict[str, float]) -> tuple[float, float]:
     """Seconds at peak of products with weights, and of attention and recurrences."""
     device, precision = plan.cluster.device, plan.precision
-    usual, experts, activations = device.peak(precision.rest_arithmetic), device.peak(precision.expert_arithmetic), device.peak("bf16")
+    usual, experts = device.peak(precision.rest_arithmetic), device.peak(precision.expert_arithmetic)
+    activations = device.peak("fp32" if precision.activations == "fp32" else "bf16")
     over = sum(parts.get(part, 0.0) for part in (*OVER_CONTEXT, "depth"))
     routed = parts.get("routed", 0.0)
     rest = sum(parts.values()) - over - routed

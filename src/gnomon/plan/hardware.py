@@ -4,6 +4,7 @@ A user's own file goes by its path (`"my-box.toml:4"`). What a file marks as pla
 on it can say so. Read next: `footprint.py`.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from gnomon.units import parse_byte_rate, parse_bytes, parse_dollar_rate, parse_
 
 FOLDER = Path(__file__).parent / "hardware"
 """The folder of known devices."""
+
+HERE = "here"
+"""The name of the user's own machine, once `gnomon plan --calibrate` has measured it."""
 
 FORMATS = ("fp32", "bf16", "fp8", "fp4")
 """Number formats that a device may compute in, widest first."""
@@ -151,6 +155,11 @@ class Cluster:
         return cls(device=found, devices_per_domain=per_domain, domains=domains)
 
 
+def user_folder() -> Path:
+    """Where a user's own records and hardware files live: `$XDG_CONFIG_HOME/gnomon`, else `~/.config/gnomon`."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "gnomon"
+
+
 def device_names() -> list[str]:
     """The devices that come with the package, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -161,6 +170,11 @@ def device(name: str) -> Device:
     if name.strip().endswith(".toml"):
         return read_device(Path(name.strip()))
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    own = user_folder() / "hardware" / f"{wanted}.toml"
+    if wanted not in device_names() and own.is_file():
+        return read_device(own)
+    if wanted == HERE:
+        raise ConfigError("this machine has not been measured yet; run: gnomon plan --calibrate")
     if wanted not in device_names():
         raise ConfigError(f"unknown device '{name}'{suggestion(wanted, device_names())} (known: {', '.join(device_names())}; "
                           f"or a hardware file of your own, ending in .toml)")

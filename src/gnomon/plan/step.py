@@ -104,8 +104,8 @@ def seconds(demand: Any, coefficients: Mapping[str, Any]) -> Any:
     return parts["latency"] + parts["communication"] + products + attention + demand.prefill / c["compute_efficiency"]
 
 
-def as_table(coefficients: Coefficients) -> dict[str, float]:
-    """The coefficients by name."""
+def as_table(coefficients: Any) -> dict[str, float]:
+    """The fields of coefficients by name."""
     return {field.name: getattr(coefficients, field.name) for field in fields(coefficients)}
 
 
