@@ -7,6 +7,7 @@ then the forms take turns, so that a change in the machine's speed touches all.
 
 import argparse
 import importlib.util
+import json
 import resource
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import repeat, save, spread
+from machine import RESULTS, repeat, save, spread
 from torch import Tensor
 
 from gnomon.kernels import native
@@ -27,7 +28,8 @@ Form = Callable[..., tuple[Tensor, Any]]
 TOLERANCE = 1e-4  # relative, of outputs and gradients against the recurrence
 HEADS, WIDTH, TIME, LONG = 8, 128, 4096, 65536
 DECODE_HEADS, DECODE_LAYERS = 12, 15
-OURS = ("reference", "fused", "C++")
+OURS = ("fused", "C++")
+PARTS = ["forward", "forward and backward", "peak bytes", "linearity", "decode"]
 
 
 def forms() -> dict[str, Form]:
@@ -168,9 +170,22 @@ def decode(runs: int) -> dict[str, Any]:
     return result
 
 
+def measure(part: str, runs: int, candidates: dict[str, Form]) -> Any:
+    """One part of the result."""
+    ours = {name: form for name, form in candidates.items() if name in OURS}
+    if part == "forward":
+        return in_turns(forward, candidates, draw(TIME, HEADS, WIDTH), runs)
+    if part == "forward and backward":
+        return in_turns(both, ours, draw(TIME, HEADS, WIDTH), runs)
+    if part == "peak bytes":
+        return {name: peak_bytes(name) for name in ours}
+    return {"linearity": linearity, "decode": decode}[part](runs)
+
+
 def main() -> None:
-    """Compare, then measure."""
+    """Compare, then measure; parts that are not asked for keep what an earlier run found."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure, all by default")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--peak", metavar="FORM", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -182,19 +197,16 @@ def main() -> None:
     distances = {name: check(form) for name, form in candidates.items()}
     if worst := {name: d for name, d in distances.items() if not d < TOLERANCE}:
         raise SystemExit(f"these forms do not compute KDA: {worst}")
-    ours, inputs = {name: form for name, form in candidates.items() if name in OURS}, draw(TIME, HEADS, WIDTH)
-    results: dict[str, Any] = {"shape": f"B=1, T={TIME}, H={HEADS}, K=V={WIDTH}, fp32"}
-    results["forward"] = in_turns(forward, candidates, inputs, arguments.runs)
-    results["forward and backward"] = in_turns(both, ours, inputs, arguments.runs)
-    del inputs
-    results["peak bytes"] = {name: peak_bytes(name) for name in ours}
-    if "C++" in ours:
-        results["linearity"], results["decode"] = linearity(arguments.runs), decode(arguments.runs)
-    for what in ("forward", "forward and backward"):
-        print(what, {name: f"{x['median'] * 1e3:.1f} ms" for name, x in results[what].items()})
-    print({key: results.get(key) for key in ("peak bytes", "linearity", "decode")})
+    kept = RESULTS / "kernels_kda.json"
+    before = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    result = {part: before[part] for part in PARTS if part in before}
     instructions = None if native.unavailable() else native.instruction_set()
-    save("kernels_kda", {"threads": torch.get_num_threads(), "instructions": instructions, "distance": distances, **results})
+    for part in arguments.parts:
+        result[part] = measure(part, arguments.runs, candidates)
+        print(part, json.dumps(result[part], indent=1))
+        shape = f"B=1, T={TIME}, H={HEADS}, K=V={WIDTH}, fp32"
+        facts = {"threads": torch.get_num_threads(), "instructions": instructions, "distance": distances, "shape": shape}
+        save("kernels_kda", {**facts, **result})
 
 
 if __name__ == "__main__":
