@@ -55,7 +55,7 @@ INLINE vec<W> nearest(vec<W> x) {
 
 /* The two element formats: rounding a scaled magnitude (saturating), and the code of a rounded one. */
 struct E2M1 {
-    static const int32_t EXPONENT = 2, CARRY = 0x200000, CARRY_CEIL = 0x3fffff;
+    static constexpr int32_t EXPONENT = 2, CARRY = 0x200000, CARRY_CEIL = 0x3fffff;
     template <int W>
     INLINE static vec<W> round(vec<W> m) {
         m = m > 6.0f ? vec<W>{} + 6.0f : m;
@@ -73,7 +73,7 @@ struct E2M1 {
 };
 
 struct E4M3 {
-    static const int32_t EXPONENT = 8, CARRY = 0x200000, CARRY_CEIL = 0x1fffff;
+    static constexpr int32_t EXPONENT = 8, CARRY = 0x200000, CARRY_CEIL = 0x1fffff;
     template <int W>
     INLINE static vec<W> round(vec<W> m) {
         m = m > 448.0f ? vec<W>{} + 448.0f : m;
