@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from beartype import BeartypeConf, beartype
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 _decorate = beartype(conf=BeartypeConf(is_pep484_tower=True))
@@ -38,6 +39,12 @@ checker = types.ModuleType("gnomon_shape_checker")
 checker.check = _check  # type: ignore[attr-defined]
 sys.modules[checker.__name__] = checker
 install_import_hook(speak_of_tensors(), f"{checker.__name__}.check")
+
+
+# A shared machine may stop for a second in the middle of an example. Where a run decides (GNOMON_SAME_EXAMPLES, set by .ci/run), the
+# examples are the same each time; elsewhere each run looks at new ones.
+settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("GNOMON_SAME_EXAMPLES")))
+settings.load_profile("house")
 
 
 @pytest.fixture(scope="session")

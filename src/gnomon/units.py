@@ -3,8 +3,10 @@
 Bytes are printed in binary units (KiB, MiB …) and parsed in both (`MB` is 10⁶, `MiB` is 2²⁰), so that no figure is ambiguous.
 """
 
+import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from gnomon.errors import ConfigError
 
@@ -23,12 +25,14 @@ _FLOP_RATE = re.compile(_PLAIN + r"([kMGTPE]?)FLOP/s\s*")
 _DOLLAR_RATE = re.compile(_PLAIN + r"\$/h\s*")
 
 
-def _parse(text: str, factors: Mapping[str, float], what: str) -> float:
+def _parse(text: str, factors: Mapping[str, float], what: str) -> Fraction:
+    """The exact value: a count of bytes may have more digits than a float."""
     match = _NUMBER.fullmatch(text)
-    if match is None or match[2].lower() not in factors:
+    number = "inf" if match is None else match[1].replace(",", "").replace("_", "")
+    if match is None or match[2].lower() not in factors or math.isinf(float(number)):
         known = ", ".join(unit for unit in factors if unit)
         raise ConfigError(f"'{text}' is not {what}; write a number and one of: {known}")
-    return float(match[1].replace(",", "").replace("_", "")) * factors[match[2].lower()]
+    return Fraction(number) * Fraction(str(factors[match[2].lower()]))
 
 
 def parse_bytes(text: str) -> int:
@@ -38,7 +42,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_seconds(text: str) -> float:
     """`"90"`, `"1.5h"`, `"250 ms"` → seconds; raises `ConfigError` for anything else."""
-    return _parse(text, _SECOND_FACTORS, "a duration")
+    return float(_parse(text, _SECOND_FACTORS, "a duration"))
 
 
 def parse_count(text: str) -> int:

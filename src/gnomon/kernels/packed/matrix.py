@@ -160,7 +160,8 @@ class PackedExperts:
             for place, stored in zip(packed, expert, strict=True):
                 codes, *scales = stored
                 place.append(PackedMatrix.of_mxfp4(codes, scales[0], buffer) if scales else PackedMatrix.of(codes, buffer))
-        return cls(*packed)
+        gate, up, down = packed
+        return cls(gate, up, down)
 
     def view(self, beta1: float | None, beta2: float | None) -> ExpertsView:
         """What the library reads; a cap of `None` is none."""
