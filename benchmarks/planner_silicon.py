@@ -208,7 +208,7 @@ def records(sample: Sample, missed: Any, first_missed: Any) -> dict[str, Record]
             devices=tuple(sorted({sample.rows[i].device.name for i in own})),
             source="aiconfigurator-core 0.12.0, systems/silicon_sample.csv (2025-07 to 2026-04); benchmarks/planner_silicon.py --write",
             spread=round(spread, 3), spread_beyond=wider(spread),
-            range=Range(ranks=8, sequences=512, context=9216),
+            range=Range(ranks=8, sequences=512, context=9216, active=5 * 10**9),
             coefficients=Coefficients(**{key: float(f"{value:.4g}") for key, value in as_table(coefficients).items()}),
             first_token=FirstToken(base_seconds=round(max(base, 1e-3), 4), wait_steps=round(values[3], 2), spread=round(first, 3),
                                    compute_efficiency=round(values[4], 3), link_efficiency=round(values[5], 3)))

@@ -29,7 +29,7 @@ def _parse(text: str, factors: Mapping[str, float], what: str) -> Fraction:
     """The exact value: a count of bytes may have more digits than a float."""
     match = _NUMBER.fullmatch(text)
     number = "inf" if match is None else match[1].replace(",", "").replace("_", "")
-    if match is None or match[2].lower() not in factors or math.isinf(float(number)):
+    if match is None or match[2].lower() not in factors or math.isinf(float(number) * factors[match[2].lower()]):
         known = ", ".join(unit for unit in factors if unit)
         raise ConfigError(f"'{text}' is not {what}; write a number and one of: {known}")
     return Fraction(number) * Fraction(str(factors[match[2].lower()]))

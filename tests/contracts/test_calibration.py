@@ -100,6 +100,7 @@ def test_beyond_its_range_a_record_says_so() -> None:
     inside, outside = (default.trust(device("h200"), ranks, 8, 4096) for ranks in (8, 64))
     assert inside[1] == "validated" and outside[1] == "extrapolated" and outside[0] > inside[0]
     assert default.trust(device("mi355x"), 8, 8, 4096)[1] == "extrapolated"
+    assert [default.trust(device("h200"), 8, 8, 4096, active)[1] for active in (1e9, 8e9)] == ["extrapolated", "validated"]
 
 
 @pytest.mark.parametrize(("change", "words"), [

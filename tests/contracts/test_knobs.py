@@ -42,6 +42,10 @@ def test_each_knob_turns_and_is_shown(known: Knob) -> None:
             parts = ("model", "cluster", "layout", "precision", "work")
             changed = {part for part in parts if getattr(after, part) != getattr(before, part)}
             assert known.changes in changed
+            if isinstance(before.work, Serving) and known.changes == "layout":  # users are dealt anew, none is lost
+                assert isinstance(after.work, Serving)
+                assert after.work.users(after.layout.data) == before.work.users(before.layout.data)
+                changed -= {"work"}
             if known.changes != "cluster":
                 assert changed == {known.changes} and after.layout.ranks == before.layout.ranks
     assert turned, f"{known.name} never turns"

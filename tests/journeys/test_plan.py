@@ -88,6 +88,32 @@ def test_json_keeps_its_shape(ask: Ask) -> None:
     assert refused["plan"] is None and refused["refusal"]["because"] and shape(refused) >= {".refusal.remedies", ".refusal.nearest"}
 
 
+def test_a_queue_that_never_drains_is_valid_json(ask: Ask) -> None:
+    def refuse(word: str) -> None:
+        raise ValueError(f"JSON has no {word}")
+
+    shown = ask("--json", "--hardware", "h200:1", "--model", "small", "arrivals=1000000")
+    assert json.loads(shown, parse_constant=refuse)["plan"]["metrics"]["first_token"]["value"] is None
+
+
+def test_users_are_not_multiplied_by_copies(ask: Ask) -> None:
+    for users in (1, 8, 9):
+        found = json.loads(ask("--json", "--hardware", "h200:8", "--model", "small", "dp=8", f"concurrency={users}"))["plan"]["metrics"]
+        written = found["throughput"]["value"] / found["speed"]["value"]
+        assert 0.8 * users < written <= users     # less than one each: first tokens take their time
+        assert found["cost"]["value"] == pytest.approx(found["bill"]["value"] / found["throughput"]["value"] / 3600 * 1e6)
+
+
+def test_what_ends_before_a_step_or_never_gets_there_is_refused(ask: Ask) -> None:
+    assert "end before one optimiser step does" in ask("train", "--hardware", "xeon-2core:1", "--model", "small", "time=1s")
+    assert "reaches a loss of 0.5" in ask("train", "--hardware", "h200:8", "--model", "small", "loss=0.5")
+    assert "devices is 8, above 4" in ask("--hardware", "h200:8", "--model", "small", "devices=4")
+
+
+def test_what_is_assumed_of_drafts_is_said(ask: Ask) -> None:
+    assert "acceptance=coding" in ask("--hardware", "h200:1", "--model", "small", "drafts=3")
+
+
 def test_the_page_has_its_pictures(ask: Ask, tmp_path: Path) -> None:
     path = tmp_path / "pages" / "plan.html"
     assert f"wrote {path}" in ask("train", "--model", "small", "--hardware", "h100:2", "time=3h", "--html", str(path)).replace("\n", "")
@@ -104,6 +130,13 @@ def test_the_page_has_its_pictures(ask: Ask, tmp_path: Path) -> None:
 def test_lists(ask: Ask, what: str) -> None:
     words = {"hardware": "gb300", "knobs": "speculation", "laws": "arXiv 2404.10102", "records": "default"}
     assert words[what] in ask("--list", what)
+
+
+def test_lists_keep_names_whole_at_80_columns(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = ask("--list", "hardware")
+    assert "rtx-pro-6000  96 GiB   1.79 TB/s" in shown and max(map(len, shown.splitlines())) <= 80
+    assert "activations-format" in ask("--list", "knobs")
 
 
 def test_a_table_gives_a_curve(ask: Ask, tmp_path: Path) -> None:
@@ -151,6 +184,16 @@ def test_a_knob_of_ones_own_is_weighed(ask: Ask, tmp_path: Path, monkeypatch: py
     (["--hardware", "h200:8", "--model", "small", "latency=2"], "'2' has no unit; write it like 2s"),
     (["--hardware", "h200:8", "--model", "small", "memory=80"], "'80' has no unit; write it like 80GB"),
     (["--hardware", "h200:8", "--model", "small", "latency=0s"], "no plan is bounded by that"),
+    (["--hardware", "h200:8", "--model", "small", "speed=1e40"], "no plan is bounded by that"),
+    (["--hardware", "h200:8", "--model", "k3-2.8t", "concurrency=0"], "'concurrency' is 0; it must be 1 or more"),
+    (["--hardware", "h200:8", "--model", "small", "cached=some%"], "'some' is not a count"),
+    (["--hardware", "h200:8", "--model", "small", "drafts=3", "acceptance=²"], "no acceptance table '²'"),
+    (["--hardware", "h200:8", "--model", "small", "price=²"], "'²' is not an amount of money"),
+    (["--hardware", "h200:8", "--model", "small", "arrivals=inf"], "'inf' is not a number to plan with"),
+    (["--hardware", "h200:8", "--model", "small", "output=1e300"], "more than anything here can be counted to"),
+    (["--hardware", "h200:8", "--model", "small", "train", "time=1e308d"], "is not a duration"),
+    (["--hardware", "h200:8", "--model", "small", "train", "tokens=100"], "less than one batch of"),
+    (["--hardware", "h200:8", "--model", "/"], "neither recipe.toml nor config.json"),
     (["--hardware", "h200:8", "--model", "small", "goal=speed", "speed=10"], "is the goal and also a limit"),
     (["--hardware", "h200:8", "--model", "small", "goal=loss"], "'loss' means nothing for 'serve'"),
     (["--hardware", "h200:8", "--model", "small", "train", "tokens=1B", "goal=loss"], "it cannot change"),

@@ -47,6 +47,7 @@ class Range:
     ranks: int = setting(8, "most devices per copy")
     sequences: int = setting(512, "most sequences in flight")
     context: int = setting(9216, "longest context")
+    active: int = setting(0, "fewest active parameters of a model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,14 +130,14 @@ class Record:
         below, above = next(((a, b) for a, b in zip(known, known[1:]) if vocabulary <= b[0]), (known[-2], known[-1]))
         return below[1] + (above[1] - below[1]) / (above[0] - below[0]) * (vocabulary - below[0])
 
-    def covers(self, device: Device, ranks: int, sequences: float, context: float) -> bool:
-        """Whether a step lies inside what was measured."""
+    def covers(self, device: Device, ranks: int, sequences: float, context: float, active: float = math.inf) -> bool:
+        """Whether a step of a model with so many active parameters lies inside what was measured."""
         return (not self.devices or device.name in self.devices) and ranks <= self.range.ranks and \
-            sequences <= self.range.sequences and context <= self.range.context
+            sequences <= self.range.sequences and context <= self.range.context and active >= self.range.active
 
-    def trust(self, device: Device, ranks: int, sequences: float, context: float) -> tuple[float, Badge, str]:
+    def trust(self, device: Device, ranks: int, sequences: float, context: float, active: float = math.inf) -> tuple[float, Badge, str]:
         """The band, the badge and the reason for a step."""
-        if not self.covers(device, ranks, sequences, context):
+        if not self.covers(device, ranks, sequences, context, active):
             return self.spread_beyond, "extrapolated", f"beyond what '{self.title}' measured"
         return self.spread, "validated" if self.stack == "any" else "calibrated", f"record '{self.title}' of {self.date}"
 

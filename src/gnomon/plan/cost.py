@@ -14,6 +14,7 @@ from gnomon.plan.calibration import Record, best_record, scaled
 from gnomon.plan.exchange import Exchange, exchanges
 from gnomon.plan.footprint import Room, capacity
 from gnomon.plan.hardware import Cluster
+from gnomon.plan.laws import sizes
 from gnomon.plan.quantity import Badge, Estimate
 from gnomon.plan.step import WALLS, Demand, StepTime, step_time
 from gnomon.plan.traffic import OVER_CONTEXT, flops, tokens_of_group, touched_experts, traffic
@@ -93,7 +94,7 @@ def decode(plan: Deployment, sequences: float, context: float, tokens_each: floa
 
 def trust(plan: Deployment, sequences: float, context: float) -> tuple[float, Badge, str]:
     """The band, badge and reason of a decode step under the deployment's record."""
-    return plan.record.trust(plan.cluster.device, plan.layout.ranks, sequences * plan.layout.data, context)
+    return plan.record.trust(plan.cluster.device, plan.layout.ranks, sequences * plan.layout.data, context, sizes(plan.config)[0])
 
 
 def decode_demand(plan: Deployment, sequences: float, context: float, tokens_each: float = 1.0, prompt_tokens: float = 0.0) -> Demand:
@@ -138,7 +139,7 @@ def _chunk(plan: Deployment, tokens: float, before: float, times: int) -> StepTi
     first, usual = record.first_token, record.coefficients
     tuned = scaled(record, {"compute_efficiency": first.compute_efficiency / usual.compute_efficiency,
                             "link_efficiency": first.link_efficiency / usual.link_efficiency})
-    spread, badge, because = record.trust(device, layout.ranks, 1, before + tokens)
+    spread, badge, because = record.trust(device, layout.ranks, 1, before + tokens, sizes(config)[0])
     found = step_time(demand, tuned.coefficients, max(spread, first.spread), badge, because)
     if times == 1:
         return found

@@ -148,7 +148,7 @@ def _point(outcome: Outcome) -> tuple[float, float] | None:
 def _label(outcome: Outcome) -> str:
     work, layout = outcome.choice.work, outcome.choice.layout
     if isinstance(work, Serving):
-        return f"{work.concurrency * layout.data} at once, {layout}"
+        return f"{work.users(layout.data)} at once, {layout}"
     return f"{outcome.choice.cluster.name}, {layout}"
 
 

@@ -3,6 +3,7 @@
 A bound is a floor for what should be high (speed, throughput, tasks per day) and a ceiling for everything else. Read next: `solve.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,16 +32,19 @@ def dollars(text: str) -> float:
     plain = text.strip().removeprefix("$").removesuffix("$/h").removesuffix("/h").removesuffix("$")
     try:
         return float(parse_count(plain)) if not plain.replace(".", "", 1).isdigit() else float(plain)
-    except ConfigError:
+    except (ConfigError, ValueError):
         raise ConfigError(f"'{text}' is not an amount of money; write it like $500 or 2.5k") from None
 
 
 def number(text: str) -> float:
-    """`"30"`, `"1.5k"` → a plain number."""
+    """`"30"`, `"1.5k"` → a plain number; raises `ConfigError` for anything else, infinities and `nan` included."""
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
-        return float(parse_count(text))
+        found = float(parse_count(text))
+    if not math.isfinite(found):
+        raise ConfigError(f"'{text}' is not a number to plan with; write one like 30 or 1.5k")
+    return found
 
 
 def duration(text: str) -> float:
@@ -87,6 +91,7 @@ def metric(name: str, phase: Phase) -> Metric:
 
 
 ROUNDING = 1e-9
+LARGEST_BOUND = 1e30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +103,9 @@ class Limit:
     given: bool = True
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ConfigError(f"'{self.metric.name}' is {self.bound:g}; no plan is bounded by that; give a positive number")
+        if not 0 < self.bound < LARGEST_BOUND:
+            raise ConfigError(f"'{self.metric.name}' is {self.bound:g}; no plan is bounded by that; give a positive number "
+                              f"below {LARGEST_BOUND:g}")
 
     def keeps(self, value: float) -> bool:
         """Whether a value respects the bound, up to rounding: what was made to fill a limit keeps it."""

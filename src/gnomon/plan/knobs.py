@@ -171,7 +171,10 @@ def _axis(axis: str, factor: float) -> Turn:
             if copies < 1 or copies != int(copies):
                 return None
             fields["data"] = int(copies)
-        after = replace(choice, layout=replace(layout, **fields))
+        work = choice.work
+        if isinstance(work, Serving) and "data" in fields:
+            work = work.dealt(work.users(layout.data), layout.data, fields["data"])
+        after = replace(choice, layout=replace(layout, **fields), work=work)
         after.layout.check(after.model, after.cluster.count)
         return after
     return turn

@@ -1,5 +1,8 @@
 """What the planner knows, as tables: devices, knobs, laws, calibration records; and a law that was fitted. `gnomon plan --list …`."""
 
+from collections.abc import Iterable, Mapping
+
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from gnomon.plan.calibration import record, record_names
@@ -7,47 +10,60 @@ from gnomon.plan.fit import Curve, Fit
 from gnomon.plan.hardware import device, device_names
 from gnomon.plan.knobs import KNOBS
 from gnomon.plan.laws import LAWS
-from gnomon.units import format_byte_rate, format_bytes, format_count, format_flops
+from gnomon.units import format_byte_rate, format_count
 
 
-def table(what: str) -> Table:
-    """One of the lists: `hardware`, `knobs`, `laws` or `records`."""
+def table(what: str) -> RenderableType:
+    """One of the lists: `hardware`, `knobs`, `laws` or `records`; figures in columns, and long texts below each other."""
     return {"hardware": _hardware, "knobs": _knobs, "laws": _laws, "records": _records}[what]()
 
 
-def _hardware() -> Table:
-    result = _titled("device", "memory", "bandwidth", "bf16", "fp8", "fp4", "joins", "$/h", "source, date")
+def _hardware() -> RenderableType:
+    result = _titled("device", "memory", "reads", "bf16", "fp8", "fp4", "joins", "$/h")
+    result.caption, result.caption_justify = "bf16, fp8, fp4: dense TFLOP/s; joins: devices of one domain", "left"
+    sources = []
     for name in device_names():
         found = device(name)
-        rates = [f"{format_flops(found.flops[kind])}/s" if kind in found.flops else "" for kind in ("bf16", "fp8", "fp4")]
+        rates = [f"{found.flops[kind] / 1e12:,.5g}" if kind in found.flops else "" for kind in ("bf16", "fp8", "fp4")]
         price = "owned" if found.price_per_hour is None else "{:.2f} to {:.2f}".format(*found.price_per_hour[::2])
-        marks = f" ? {', '.join((*found.placeholder, *found.verify))}" if found.placeholder or found.verify else ""
-        result.add_row(name, format_bytes(found.memory_bytes), format_byte_rate(found.bandwidth), *rates, str(found.scale_up_size), price,
-                       f"{found.source}, {found.date}{marks}")
-    return result
+        unsure = ", ".join((*found.placeholder, *found.verify))
+        result.add_row(name, f"{found.memory_bytes / 2**30:.0f} GiB", format_byte_rate(found.bandwidth), *rates, str(found.scale_up_size),
+                       price)
+        sources.append((name, {"source": f"{found.source}, {found.date}", "unsure": unsure}))
+    return Group(result, "", _entries(sources))
 
 
-def _knobs() -> Table:
-    result = _titled("knob", "what it is", "changes", "notch", "costs", "for", "contested")
+def _knobs() -> RenderableType:
+    result = _titled("knob", "what it is", "notch", "costs", "for")
+    result.columns[0].no_wrap = True
     for knob in KNOBS:
-        result.add_row(knob.name, knob.title, knob.changes, knob.notch, knob.costs, ", ".join(knob.phases), knob.contested)
-    return result
+        result.add_row(knob.name, knob.title, knob.notch, knob.costs, "all" if len(knob.phases) == 3 else ", ".join(knob.phases))
+    return Group(result, "", _entries([(knob.name, {"contested": knob.contested}) for knob in KNOBS if knob.contested]))
 
 
-def _laws() -> Table:
-    result = _titled("law", "gives", "formula", "fitted range", "source", "checked", "contested")
-    for law in LAWS:
-        valid = "; ".join(f"{name} {format_range(*ends)}" for name, ends in law.valid.items())
-        result.add_row(law.name, law.gives, law.formula, valid, law.source, law.checked, law.contested)
-    return result
+def _laws() -> RenderableType:
+    return _entries([(law.name, {
+        "gives": law.gives, "formula": law.formula, "fitted on": "; ".join(f"{n} {format_range(*ends)}" for n, ends in law.valid.items()),
+        "source": law.source, "checked": law.checked, "contested": law.contested}) for law in LAWS])
 
 
-def _records() -> Table:
-    result = _titled("record", "title", "stack", "devices", "date", "rows", "band", "source")
-    for name in record_names():
-        found = record(name)
-        result.add_row(name, found.title, found.stack, ", ".join(found.devices), found.date, f"{found.rows:,}",
-                       f"x {1 + found.spread:.2f}, beyond x {1 + found.spread_beyond:.2f}", found.source)
+def _records() -> RenderableType:
+    known = [(name, record(name)) for name in record_names()]
+    return _entries([(name, {
+        "title": found.title, "stack": found.stack, "devices": ", ".join(found.devices), "rows": f"{found.rows:,}, {found.date}",
+        "band": f"x {1 + found.spread:.2f}, beyond what was measured x {1 + found.spread_beyond:.2f}", "source": found.source})
+        for name, found in known])
+
+
+def _entries(items: Iterable[tuple[str, Mapping[str, str]]]) -> Table:
+    """Things with named texts, one text a line; empty ones are left out."""
+    result = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for _ in range(2):
+        result.add_column(no_wrap=True)
+    result.add_column(overflow="fold")
+    for name, texts in items:
+        for index, (field, text) in enumerate((field, text) for field, text in texts.items() if text):
+            result.add_row("" if index else name, field, text)
     return result
 
 

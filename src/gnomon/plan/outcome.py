@@ -141,7 +141,8 @@ def _learned(choice: Choice, plan: Deployment, _: LossLaw) -> Outcome:
         metrics["budget"] = found.cost
     return Outcome(choice=choice, fits=True, memory=metrics["memory"], usable_bytes=room.usable, metrics=metrics,
                    phases={"rollout": found.rollout, "grading": found.grading, "update": found.update, "sync": found.sync},
-                   notes=(f"a sandbox works {found.sandbox_share:.1%} of a rollout's life",) if work.sandbox_seconds else ())
+                   notes=(f"time and money are of one iteration: {work.rollouts:,} rollouts and their update",
+                          *((f"a sandbox works {found.sandbox_share:.1%} of a rollout's life",) if work.sandbox_seconds else ())))
 
 
 def parts(choice: Choice) -> dict[str, float]:

@@ -94,9 +94,10 @@ class Estimate:
         return replace(self, because=because)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figure for JSON; an end of the band that is not finite becomes `None`, which JSON has."""
-        ends = {name: number if math.isfinite(number) else None for name, number in (("low", self.low), ("high", self.high))}
-        return {"value": self.value, **ends, "unit": self.unit, "badge": self.badge, "because": self.because}
+        """The figure for JSON; a number that is not finite becomes `None`, which JSON has."""
+        numbers = {name: number if math.isfinite(number) else None
+                   for name, number in (("value", self.value), ("low", self.low), ("high", self.high))}
+        return {**numbers, "unit": self.unit, "badge": self.badge, "because": self.because}
 
 
 def exact(value: float, unit: str, because: str = "") -> Estimate:

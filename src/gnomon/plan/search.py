@@ -128,10 +128,9 @@ def work_of(question: Question, model: ModelConfig, layout: Layout) -> Work:
     """What one copy of the model has to do: requests in flight are dealt over copies, a batch is made to fill them."""
     fields = dict(question.work)
     if question.phase == "serve":
-        fields["concurrency"] = max(1, math.ceil(fields["concurrency"] / layout.data))
-        if fields.get("sessions"):
-            fields["sessions"] = max(fields["concurrency"], math.ceil(fields["sessions"] / layout.data))
-        return Serving(**fields)
+        sessions = fields.pop("sessions", None)
+        asked = Serving(**fields, sessions=None if sessions is None else max(fields["concurrency"], sessions))
+        return asked.dealt(asked.concurrency, 1, layout.data)
     if question.phase == "rl":
         fields.setdefault("concurrency", max(1, math.ceil(fields["tasks"] * fields["group"] / layout.data)))
         return RL(**fields)
@@ -141,6 +140,9 @@ def work_of(question: Question, model: ModelConfig, layout: Layout) -> Work:
     least = fields["context"] * layout.data * fields.get("micro_batch", 1)
     if "global_batch_tokens" not in question.work:
         fields["global_batch_tokens"] = max(fields["global_batch_tokens"], least)
+    if "tokens" in question.work and fields["tokens"] < fields["global_batch_tokens"]:
+        raise ConfigError(f"'tokens' is {fields['tokens']:,}, less than one batch of {fields['global_batch_tokens']:,}; "
+                          f"give more of them, or a smaller batch (batch=…, context=…)")
     return Training(**fields)
 
 

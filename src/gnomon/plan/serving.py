@@ -65,7 +65,7 @@ def serve(plan: Deployment, work: Serving) -> Throughput:
     first = _first_token(plan, work, reading, pace, (running, utilisation, memory, saturated))
     writing = pace * work.output_tokens
     request = (first if math.isfinite(first.value) else reading) + writing
-    requests = exact(running * plan.layout.data, "1") / (reading + writing) if work.arrivals_per_second is None or saturated \
+    requests = exact(running * work.filled * plan.layout.data, "1") / (reading + writing) if work.arrivals_per_second is None or saturated \
         else exact(work.arrivals_per_second, "1/s")
     requests = replace(requests, unit="1/s")
     written = replace(requests * work.output_tokens, unit="token/s")
@@ -128,7 +128,7 @@ def _load(plan: Deployment, work: Serving, memory: _Memory, new_tokens: float, r
     if work.arrivals_per_second is None:
         return memory.running, False, 1.0
     rate = work.arrivals_per_second / plan.layout.data
-    most = memory.running / (reading.value + _pace(plan, work, memory.running, new_tokens)[2].value * work.output_tokens)
+    most = memory.running * work.filled / (reading.value + _pace(plan, work, memory.running, new_tokens)[2].value * work.output_tokens)
     if rate >= SATURATED * most:
         return memory.running, True, 1.0
     low, high = 1e-3, memory.running

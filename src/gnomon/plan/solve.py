@@ -15,9 +15,12 @@ from gnomon.plan.choice import Choice
 from gnomon.plan.goals import Goal, Limit
 from gnomon.plan.inventory import ByValue
 from gnomon.plan.outcome import LossLaw, Outcome, trained
+from gnomon.plan.quantity import written
 from gnomon.plan.search import choices, counts, precision_of
 from gnomon.plan.shapes import LARGEST, SMALLEST, shape
 from gnomon.plan.words import Question
+from gnomon.plan.workload import Training
+from gnomon.units import format_count
 
 Evaluate = Callable[[Choice], Outcome]
 NUDGE = 0.01
@@ -131,7 +134,9 @@ def settle(outcome: Outcome, question: Question) -> Outcome | None:
                if bound is not None and name in outcome.per_token]
     if not amounts:
         raise ConfigError("nothing bounds the training: give time=7d, a budget=$500, tokens=20B or loss=2.5")
-    return trained(outcome, min(amounts))
+    work = outcome.choice.work
+    assert isinstance(work, Training)
+    return trained(outcome, min(amounts)) if min(amounts) >= work.global_batch_tokens else None  # less than one step is no training
 
 
 def tokens_for_loss(model: ModelConfig, law: LossLaw, wanted: float) -> float | None:
@@ -246,12 +251,12 @@ def _refuse(question: Question, weighed: Sequence[Outcome], cost: Evaluate) -> R
     fitting = _settled(weighed, question)
     if not fitting:
         nearest = max(weighed, key=lambda outcome: outcome.left_bytes, default=None)
-        because = "no layout is possible" if nearest is None else nearest.missing
+        because = "no layout is possible" if nearest is None else nearest.missing or _unreached(question)
         return Refusal(because=because, nearest=nearest, remedies=tuple(_larger(question, cost, nearest)))
     nearest = min(fitting, key=lambda outcome: _violation(outcome, question))
     broken = [limit for limit in question.limits if not keeps(nearest, limit)]
-    said = [f"{limit.metric.title} is {nearest.metrics[limit.metric.name].value:.4g} {limit.metric.unit}, "
-            f"{'below' if limit.metric.more_is_better else 'above'} {limit.bound:.4g}" for limit in broken]
+    said = [f"{limit.metric.title} is {written(nearest.metrics[limit.metric.name].value, limit.metric.unit)}, "
+            f"{'below' if limit.metric.more_is_better else 'above'} {written(limit.bound, limit.metric.unit)}" for limit in broken]
     remedies = []
     for limit in question.limits:
         others = [other for other in question.limits if other is not limit]
@@ -263,6 +268,14 @@ def _refuse(question: Question, weighed: Sequence[Outcome], cost: Evaluate) -> R
                 remedies.append(f"{limit.metric.name}={_shown(limit, reach)} instead of {_shown(limit, limit.bound)}")
     because = "; ".join(said) or "the limits exclude each other"
     return Refusal(because=because, nearest=nearest, remedies=(*remedies, *_larger(question, cost, nearest)))
+
+
+def _unreached(question: Question) -> str:
+    """Why no number of tokens does, where memory is not what is short."""
+    loss = question.limit("loss")
+    if loss is not None:
+        return f"no training of up to {format_count(LONGEST_RUN)} tokens reaches a loss of {loss:g} by the laws"
+    return "time or money end before one optimiser step does; give more of them, or a smaller batch"
 
 
 def _settled(weighed: Sequence[Outcome], question: Question) -> list[Outcome]:
@@ -280,7 +293,8 @@ def _shown(limit: Limit, value: float) -> str:
         rounded -= step
     if not limit.metric.more_is_better and rounded < value:
         rounded += step
-    return {"s": f"{rounded:g}s", "$": f"${rounded:g}", "$/h": f"${rounded:g}"}.get(limit.metric.unit, f"{rounded:g}")
+    shown = {"B": f"{rounded / 1e9:g}GB", "s": f"{rounded:g}s", "$": f"${rounded:g}", "$/h": f"${rounded:g}"}
+    return shown.get(limit.metric.unit, f"{rounded:g}")
 
 
 def _larger(question: Question, cost: Evaluate, nearest: Outcome | None) -> list[str]:

@@ -16,7 +16,7 @@ from gnomon.plan.families import families, family
 from gnomon.plan.goals import DEFAULT_GOAL, METRICS, Goal, Limit, checked, duration, metric, number
 from gnomon.plan.hardware import Device
 from gnomon.plan.shapes import shape
-from gnomon.plan.workload import Layout, Precision, Speculation
+from gnomon.plan.workload import RL, Layout, Precision, Serving, Speculation
 from gnomon.units import format_count, parse_count
 
 PHASES: tuple[Phase, ...] = ("serve", "train", "rl")
@@ -47,11 +47,14 @@ Reader = Callable[[str], Any]
 
 
 def _count(text: str) -> int:
-    return parse_count(text)
+    found = parse_count(text)
+    if found > LARGEST_COUNT:
+        raise ConfigError(f"'{text}' is more than anything here can be counted to ({LARGEST_COUNT:.0e})")
+    return found
 
 
 def _share(text: str) -> float:
-    return float(text.removesuffix("%")) / 100 if text.endswith("%") else number(text)
+    return number(text.removesuffix("%")) / 100 if text.endswith("%") else number(text)
 
 
 WORK: dict[Phase, dict[str, tuple[str, Reader]]] = {
@@ -83,6 +86,8 @@ ASSUMED: dict[Phase, dict[str, tuple[Any, str]]] = {
 }
 """What is taken where nothing is said; each is printed."""
 
+ACCEPTANCE = "coding"
+LARGEST_COUNT = 10**18
 TOKENS_PER_PARAMETER = 20.0  # the dense law's optimum (arXiv 2404.10102)
 
 
@@ -148,6 +153,8 @@ def read_model(text: str, overrides: tuple[str, ...] = ()) -> ModelConfig:
         if overrides:
             raise ConfigError(f"'model.{overrides[0]}' changes a preset, but '{text}' is a published family; start from a preset")
         return family(text).config
+    if path.is_dir():
+        raise ConfigError(f"'{text}' is a folder, but no run and no model: it has neither recipe.toml nor config.json")
     names += [name for name in families() if name not in ("k3", "kimi-linear")]
     try:
         active = parse_count(text)
@@ -207,7 +214,11 @@ def _assume(phase: Phase, work: dict[str, Any], config: ModelConfig | None, said
             work[name] = value
             assumptions.append(text)
     if "drafts" in work or "acceptance" in work:
+        if work.get("drafts") and "acceptance" not in work:
+            assumptions.append(f"acceptance={ACCEPTANCE}")
         work["speculation"] = _speculation(work.pop("drafts", None), work.pop("acceptance", None))
+    if phase != "train":  # what a copy gets of it is always valid: say here what is not
+        (Serving if phase == "serve" else RL)(**work)
     if phase == "train" and config is not None and "tokens" not in work and not said & {"time", "budget", "loss"}:
         work["tokens"] = int(TOKENS_PER_PARAMETER * config.activated_parameters())
         assumptions.append(f"tokens={format_count(work['tokens'])} (20 per active parameter)")
@@ -219,8 +230,11 @@ def _speculation(drafts: int | None, acceptance: str | None) -> Speculation | No
         raise ConfigError("'acceptance' is given without 'drafts'; write e.g. drafts=3")
     if drafts == 0:
         return None
-    kind: str | float = acceptance or "coding"
-    return Speculation(drafts=drafts, acceptance=float(kind) if str(kind).replace(".", "", 1).isdigit() else kind)
+    kind = acceptance or ACCEPTANCE
+    try:
+        return Speculation(drafts=drafts, acceptance=float(kind))
+    except ValueError:
+        return Speculation(drafts=drafts, acceptance=kind)
 
 
 def _goal(word: str | None, phase: Phase, work: Mapping[str, Any], config: ModelConfig | None, limits: Sequence[Limit]) -> Goal:

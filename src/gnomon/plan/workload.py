@@ -5,7 +5,7 @@ computes time; `footprint.py` turns a layout into bytes and `cost.py` turns both
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gnomon.config import setting
@@ -171,6 +171,7 @@ class Serving:
     chunk_tokens: int = setting(8192, "prompt tokens that one step may take (chunked prefill)")
     requests_per_task: float = setting(1.0, "requests that finish one task of a user")
     sessions: int | None = setting(None, "conversations whose caches should stay; none: as many as `concurrency`")
+    filled: float = setting(1.0, "share of the places in flight, over all copies, that are filled: below 1 with fewer users than places")
 
     def __post_init__(self) -> None:
         for name in ("prompt", "output", "concurrency", "chunk_tokens"):
@@ -178,6 +179,8 @@ class Serving:
         for name in ("effort", "requests_per_task"):
             _above_zero(self, name)
         _share(self, "cached_share")
+        _share(self, "filled")
+        _above_zero(self, "filled")
         for name in ("arrivals_per_second", "waves"):
             if getattr(self, name) is not None:
                 _above_zero(self, name)
@@ -186,6 +189,16 @@ class Serving:
         if self.sessions is not None and self.sessions < self.concurrency:
             raise ConfigError(f"'sessions' is {self.sessions}, fewer than 'concurrency' ({self.concurrency}): "
                               "each request in flight belongs to one")
+
+    def users(self, copies: int) -> int:
+        """Requests in flight over all copies."""
+        return max(1, round(self.concurrency * self.filled * copies))
+
+    def dealt(self, users: int, before: int, copies: int) -> "Serving":
+        """The same work for so many requests in flight over all copies, whose number was `before`: the share of the fullest copy."""
+        fullest = -(-users // copies)
+        sessions = None if self.sessions is None else max(fullest, -(-self.sessions * before // copies))
+        return replace(self, concurrency=fullest, filled=users / (fullest * copies), sessions=sessions)
 
     @property
     def output_tokens(self) -> float:
