@@ -18,7 +18,6 @@ namespace gnomon::attention {
 
 typedef uint32_t word;
 
-
 /* How a product is computed: fp32 operands; bf16 operands with plain instructions; with the AVX512-BF16 instruction. */
 enum Operands { SINGLE, PAIRS, DOTS };
 

@@ -1,7 +1,7 @@
 /* gnomon's operators in C++: plain pointers in, plain pointers out, no torch and no Python.
  *
  * Every array is fp32 unless said, C-contiguous and owned by the caller. Outputs are written completely and never read first. No function
- * keeps anything but scratch memory between calls; all may be called from several threads. `threads` bounds the OpenMP threads of one call.
+ * keeps anything but scratch memory between calls; all may be called from several threads. `threads` bounds the threads of one call.
  * Legend: N tokens of all documents, S documents, H heads, K key channels, V value channels.
  * Document s is tokens bounds[s] to bounds[s + 1] (exclusive); it may be empty.
  */
@@ -142,7 +142,8 @@ GNOMON_API void gnomon_matrix_multiply(const gnomon_matrix* w, const float* x, i
                                        int32_t add, int32_t threads);
 
 /* Routed experts: y[r] = sum_j weights[r][j] down(situ(gate z[r], up z[r])) of expert ids[r][j]; z, y [rows, latent], ids, weights [rows, k].
- * `mxfp8` rounds z and the intermediate to MXFP8 before they are multiplied. *refused is the position of the first id that names no expert, and y is not written then; -1 otherwise. */
+ * `mxfp8` rounds z and the intermediate to MXFP8 before they are multiplied. *refused is the position of the first id that
+ * names no expert, and y is not written then; -1 otherwise. */
 GNOMON_API void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
                                        int64_t k, int32_t mxfp8, float* y, int64_t* refused, int32_t threads);
 
@@ -169,7 +170,8 @@ GNOMON_API void gnomon_latent_attention(const float* q, const void* pages, int32
  * `sizes` receives what sizeof says of Layer, Model, Pools and Rows, for the other side to compare. */
 GNOMON_API void gnomon_model_sizes(int64_t* sizes);
 
-/* Bytes of scratch memory that gnomon_model_forward needs for these rows, `total` of them. Bounded, however long a sequence is. */
+/* Bytes of scratch memory that gnomon_model_forward needs for these rows, `total` of them: bounded, however long a sequence is.
+ * Attention takes memory of its own while it runs, for the partial results of each span of keys. */
 GNOMON_API void gnomon_model_arena(const void* model, const void* rows, int64_t total, int64_t* bytes);
 
 /* Rows of any number of sequences through all layers: states in `pools` are read and advanced, hidden [wanted, D] receives what the head

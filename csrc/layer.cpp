@@ -15,22 +15,10 @@ namespace gnomon {
 
 namespace {
 
-/* Hands out pieces of the scratch memory; with a null base it only counts. */
-struct Scratch {
-    char* base;
-    int64_t used = 0;
-    template <class T = float>
-    T* take(int64_t count) {
-        T* at = reinterpret_cast<T*>(base + used);
-        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-        return at;
-    }
-};
-
 /* Where a sublayer's intermediate rows lie; a mixer and a feed-forward use the same memory one after the other. */
 struct KDAWork {
     float *qkv, *low, *decay, *beta, *gate_low, *gate, *mixed;
-    KDAWork(const Model& m, const KDALayer& w, int64_t rows, Scratch& s) {
+    KDAWork(const Model& m, const KDALayer& w, int64_t rows, Arena& s) {
         const int64_t width = m.kda_heads * m.kda_width;
         qkv = s.take(rows * 3 * width);
         low = s.take(rows * w.decay_a.out);
@@ -44,7 +32,7 @@ struct KDAWork {
 
 struct MLAWork {
     float *query_low, *query, *latent, *gate, *mixed;
-    MLAWork(const Model& m, const MLALayer& w, int64_t rows, Scratch& s) {
+    MLAWork(const Model& m, const MLALayer& w, int64_t rows, Arena& s) {
         query_low = s.take(rows * w.query_a.out);
         query = s.take(rows * w.query.out);
         latent = s.take(rows * w.latent.out);
@@ -56,7 +44,7 @@ struct MLAWork {
 struct FeedWork {
     float *gate, *up, *logits, *weights, *latent, *mixed;
     int32_t* ids;
-    FeedWork(const Model& m, const FeedForward& w, int64_t rows, Scratch& s) {
+    FeedWork(const Model& m, const FeedForward& w, int64_t rows, Arena& s) {
         const bool routed = w.routed.count > 0;
         gate = s.take(rows * w.gate.out);
         up = s.take(rows * w.up.out);
@@ -119,7 +107,7 @@ void recur(Sublayer& s, const Layer& layer, const KDAWork& work, int64_t first, 
     kda_decode(s.pool, kda_of(m, layer), rows, slots, advance, copies, advance ? nullptr : record);
 }
 
-void mix_kda(Sublayer& s, const Layer& layer, Scratch scratch) {
+void mix_kda(Sublayer& s, const Layer& layer, Arena scratch) {
     const KDALayer& w = layer.kda;
     const KDAWork work(s.model, w, s.pass.rows, scratch);
     Fan fan;
@@ -143,7 +131,7 @@ LatentPages pages_of(const Model& m, const Pools& pools, int64_t place) {
     return {rows, pools.page_tokens, m.mla_layers * pools.page_tokens, pools.latent_format};
 }
 
-void mix_mla(Sublayer& s, const Layer& layer, Scratch scratch) {
+void mix_mla(Sublayer& s, const Layer& layer, Arena scratch) {
     const Model& m = s.model;
     const MLALayer& w = layer.mla;
     const int64_t rows = s.pass.rows;
@@ -168,7 +156,7 @@ void mix_mla(Sublayer& s, const Layer& layer, Scratch scratch) {
 }
 
 /* Dense, or experts beside shared ones: router and shared experts read the full width, routed experts the latent. */
-void feed_forward(Sublayer& s, const FeedForward& w, Scratch scratch) {
+void feed_forward(Sublayer& s, const FeedForward& w, Arena scratch) {
     const Model& m = s.model;
     const int64_t rows = s.pass.rows, k = m.experts_per_token;
     const FeedWork work(m, w, rows, scratch);
@@ -213,13 +201,13 @@ KDASlots slots_of(const Model& m, const Pools& pools, int64_t place, const int64
 int64_t layer_scratch_bytes(const Model& m, int64_t rows) {
     int64_t most = 0;
     for (int64_t i = 0; i < m.layers; ++i) {
-        Scratch mixer{nullptr}, feed{nullptr};
+        Arena mixer{nullptr}, feed{nullptr};
         if (m.layer[i].mixer == KDA_MIXER) KDAWork(m, m.layer[i].kda, rows, mixer);
         else MLAWork(m, m.layer[i].mla, rows, mixer);
         FeedWork(m, m.layer[i].feed, rows, feed);
         most = std::max({most, mixer.used, feed.used});
     }
-    Scratch input{nullptr};
+    Arena input{nullptr};
     input.take(rows * m.hidden);
     return input.used + most;
 }
@@ -232,7 +220,7 @@ void read_stream(Pool& pool, const Model& m, const float* query, const float* no
 }
 
 void layer_forward(Pool& pool, const Model& model, const Layer& layer, const Pools& pools, const Pass& pass, Stream& stream, char* scratch) {
-    Scratch memory{scratch};
+    Arena memory{scratch};
     float* const x = memory.take(pass.rows * model.hidden);
     Sublayer sublayer{pool, model, pools, pass, stream, x};
 

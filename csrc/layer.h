@@ -104,6 +104,18 @@ struct Stream {
     bool open;
 };
 
+/* Hands out pieces of scratch memory; with a null base it only counts. */
+struct Arena {
+    char* base;
+    int64_t used = 0;
+    template <class T = float>
+    T* take(int64_t count) {
+        T* at = reinterpret_cast<T*>(base + used);
+        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return at;
+    }
+};
+
 /* One KDA layer as the recurrence takes it, and where its states lie. */
 KDADecode kda_of(const Model& model, const Layer& layer);
 KDASlots slots_of(const Model& model, const Pools& pools, int64_t place, const int64_t* slots);

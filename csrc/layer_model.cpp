@@ -15,23 +15,11 @@ namespace {
 const int64_t CUT = 512;             /* a pass ends a sequence's stretch at multiples of this position */
 const int64_t CAPACITY = 2 * CUT;    /* rows of a pass: a whole stretch beside many sequences that bring one token each */
 
-/* Hands out pieces of the arena; with a null base it only counts. */
-struct Arena {
-    char* base;
-    int64_t used = 0;
-    template <class T>
-    T* take(int64_t count) {
-        T* at = reinterpret_cast<T*>(base + used);
-        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-        return at;
-    }
-};
-
 /* What lies in the arena during a call. */
 struct Work {
     Pass pass;
     Stream stream;
-    int64_t *done, *ids; /* [sequences] new tokens of earlier passes; [capacity] of the look-up */
+    int64_t* done; /* [sequences] new tokens of earlier passes */
     char* scratch;
     int64_t capacity;
 
@@ -43,7 +31,6 @@ struct Work {
         pass.slots = arena.take<int64_t>(n);
         pass.copies = arena.take<int64_t>(3 * rows.copied);
         done = arena.take<int64_t>(n);
-        ids = arena.take<int64_t>(capacity);
         stream.sources = arena.take<float*>(m.sources);
         stream.window = arena.take<const float*>(m.sources);
         float* const sources = arena.take<float>(m.sources * capacity * m.hidden);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 
 #include "lanes.h"
 #include "matrix_work.h"
@@ -15,9 +14,7 @@ namespace {
 const Kernels& best() {
 #if defined(__x86_64__) && defined(__GNUC__)
     const int set = instruction_set();
-    const char* wanted = std::getenv("GNOMON_INSTRUCTION_SET");
-    const bool plain = wanted && std::strstr(wanted, "-nobf16");
-    if (set == 4) return __builtin_cpu_supports("avx512bf16") && !plain ? kernels_v4_bf16 : kernels_v4;
+    if (set == 4) return has_bf16_dots() ? kernels_v4_bf16 : kernels_v4;
     if (set == 3) return kernels_v3;
 #endif
     return kernels_portable;

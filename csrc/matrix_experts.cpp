@@ -21,7 +21,7 @@ struct Part {
     int64_t expert, first, last; /* sorted pairs */
 };
 
-/* y = sum of `count` rows of width `count` floats, each times its weight, in order. */
+/* y = sum of `count` rows of `width` floats, each times its weight, in order. */
 struct Mixture {
     const float* const* rows;
     const float* weights;

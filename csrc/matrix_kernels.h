@@ -24,8 +24,7 @@ struct Tile {
 };
 
 struct Kernels {
-    const char* name;
-    int64_t input_bytes;   /* of one prepared input */
+    int64_t input_bytes; /* of one prepared input */
     int64_t scratch_bytes;
     /* Rounds `in` fp32 values to bf16, followed by a zero where `in` is odd. */
     void (*prepare)(const float* x, int64_t in, void* to);

@@ -77,6 +77,6 @@ struct Set {
 
 }  // namespace
 
-const Kernels kernels_portable = kernels<Set>("portable");
+const Kernels kernels_portable = kernels<Set>();
 
 }  // namespace gnomon

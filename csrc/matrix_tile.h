@@ -220,7 +220,7 @@ TARGET void prepare(const float* x, int64_t in, void* to) {
 }
 
 template <class S>
-constexpr Kernels kernels(const char* name) {
-    return {name, sizeof(typename S::Input), S::CHUNK * 16 * GROUP * S::DECODED_BYTES + ROW_BLOCK * GROUP * 4, prepare<S>,
+constexpr Kernels kernels() {
+    return {sizeof(typename S::Input), S::CHUNK * 16 * GROUP * S::DECODED_BYTES + ROW_BLOCK * GROUP * 4, prepare<S>,
             {down<S, FP32>, down<S, BFloat16>, multiply_mxfp4<S>}};
 }

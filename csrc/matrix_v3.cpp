@@ -77,7 +77,7 @@ struct Set {
 
 }  // namespace
 
-const Kernels kernels_v3 = kernels<Set>("x86-64-v3");
+const Kernels kernels_v3 = kernels<Set>();
 
 }  // namespace gnomon
 #endif

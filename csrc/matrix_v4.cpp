@@ -73,7 +73,7 @@ struct Set {
 
 }  // namespace
 
-const Kernels kernels_v4 = kernels<Set>("x86-64-v4");
+const Kernels kernels_v4 = kernels<Set>();
 
 }  // namespace gnomon
 #endif

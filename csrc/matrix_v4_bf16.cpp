@@ -65,7 +65,7 @@ struct Set {
 
 }  // namespace
 
-const Kernels kernels_v4_bf16 = kernels<Set>("x86-64-v4 with AVX512-BF16");
+const Kernels kernels_v4_bf16 = kernels<Set>();
 
 }  // namespace gnomon
 #endif

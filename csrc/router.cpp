@@ -51,7 +51,7 @@ void drop_weak_groups(const Choice& c, float* biased) {
             std::fill_n(biased + group * size, size, LOWEST);
 }
 
-/* Scratch of one thread: it grows to the largest router seen. */
+/* What choosing for one row needs, used again from row to row. */
 struct Row {
     std::vector<float> scores, biased, best;
     std::vector<int32_t> index;

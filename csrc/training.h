@@ -38,8 +38,8 @@ GNOMON_API void gnomon_newton_schulz(const float* gradient, int64_t count, int64
                                      const float* coefficients, float* out, int32_t threads);
 
 /* Cross-entropy of logits hidden weight' against targets, row by row: losses [rows] in nats (fp64). hidden [rows, width]; weight [words, width];
- * targets [rows] in 0..words-1. d_hidden and d_weight receive the gradients of the losses' sum (each may be NULL). No more than about a
- * million logits exist at a time. */
+ * targets [rows] in 0..words-1. d_hidden and d_weight receive the gradients of the losses' sum (each may be NULL). About a million
+ * logits exist at a time, or those of 192 rows where these are more. */
 GNOMON_API void gnomon_cross_entropy(const float* hidden, const float* weight, const int64_t* targets, int64_t rows, int64_t width,
                                      int64_t words, double* losses, float* d_hidden, float* d_weight, int32_t threads);
 

@@ -1,5 +1,6 @@
 """Cross-entropy without all logits: values and gradients against fp64, sizes around a chunk, threads, memory, what it refuses."""
 
+import inspect
 import resource
 import sys
 
@@ -94,3 +95,11 @@ def test_the_logits_are_never_all_in_memory(module) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run(module.cross_entropy_sum, hidden, weight, targets)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4096 * 20_000
+
+
+@NEEDED
+def test_refuses_shapes_that_do_not_fit() -> None:
+    hidden, weight, targets = some(5, 6, 7)
+    for wrong in ((hidden, weight[:, :5], targets), (hidden, weight, targets[:4]), (hidden[:0], weight[:0], targets[:0])):
+        with pytest.raises(KernelError, match="do not fit together"):
+            inspect.unwrap(cpu.cross_entropy_sum)(*wrong)

@@ -1,5 +1,6 @@
 """The depth read against a loop over tokens and sources, in value, gradient, dtype and edge cases."""
 
+import inspect
 import math
 
 import pytest
@@ -240,3 +241,9 @@ def test_two_phases_in_fp32_equal_the_direct_read(live_size: float, width: int, 
         merged = inference("cpu", depth.merge)((largest[r], denominator[r], numerator[r]), live, queries[r], EPS)
         exact = reference.depth_read([s.double() for s in (*bank, live)], queries[r].double(), EPS)
         torch.testing.assert_close(merged.double(), exact, rtol=0.0, atol=3e-5 * float(exact.abs().max()))
+
+
+def test_a_norm_of_another_width_is_refused() -> None:
+    sources, query = some(2, width=6, dtype=torch.float32)
+    with pytest.raises(KernelError, match="weight has shape"):
+        inspect.unwrap(depth.read_norm.module("cpu").read_norm)(sources, query, EPS, torch.rand(5))

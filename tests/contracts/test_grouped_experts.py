@@ -1,9 +1,12 @@
 """The routed experts in C++ beyond small samples: many tiles, skewed choices, threads, poisoned memory, strides."""
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
 
+from gnomon.errors import KernelError
 from gnomon.kernels import native
 from gnomon.kernels.experts import grouped, reference
 
@@ -77,3 +80,11 @@ def test_what_is_not_a_number_stays_so_for_its_token_alone() -> None:
     y = grouped.experts(z, w_gate, w_up, w_down, ids, weights, 4.0, 25.0)
     assert y[7].isnan().all()
     assert torch.isfinite(y[torch.arange(50) != 7]).all()
+
+
+def test_tokens_and_ids_must_be_as_many() -> None:
+    (z, *stacks, weights), ids = some(20, 24, 40, 6, 2)
+    run_unchecked = inspect.unwrap(grouped.experts)
+    for tokens, chosen, by in ((z[:19], ids, weights), (z, ids[:19], weights[:19]), (z, ids[:, :1], weights), (z[0], ids[0], weights[0])):
+        with pytest.raises(KernelError, match="do not fit together"):
+            run_unchecked(tokens, *stacks, chosen, by, 4.0, 25.0)

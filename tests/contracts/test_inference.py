@@ -10,7 +10,7 @@ from gnomon.errors import ConfigError, KernelError
 from gnomon.kernels import native
 from gnomon.model import inference_layout as layout
 from gnomon.model.generate import Sampling, generate
-from gnomon.model.inference import InferenceModel, refuse
+from gnomon.model.inference import Arena, InferenceModel, refuse
 from gnomon.model.inference_state import PackedRows
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -304,5 +304,23 @@ def test_other_bad_input_is_named():
     out = twin.forward(rows, pool)
     with pytest.raises(ConfigError, match=r"'accepted' is \[4\]"):
         twin.advance(rows, out, torch.tensor([4]), pool)
+    with pytest.raises(ConfigError, match="recorded 3 held rows where 'rows' brings 2"):
+        twin.advance(rows_of([tokens(2)], [0], [0], [[0]], held=1), out, torch.tensor([1]), pool)
+    larger = InferenceModel.from_transformer(model(config(num_hidden_layers=3)), "fp32")
+    with pytest.raises(ConfigError, match="another model"):
+        larger.forward(rows, pool)
+    with pytest.raises(ConfigError, match="'hidden' has shape"):
+        twin.head(torch.randn(2, 3))
+    with pytest.raises(KernelError, match="the model is on meta"):
+        InferenceModel.from_transformer(model(config(num_hidden_layers=2)).to("meta"))
     with pytest.raises(ConfigError, match="'tokens' is empty"):
         twin.continuation(8).extend([])
+
+
+def test_a_call_without_memory_leaves_nothing_behind():
+    arena = Arena()
+    arena.reserve(1000)
+    with pytest.raises(ConfigError, match="no memory"):
+        arena.reserve(9_000_000_000_000_000)
+    assert arena.size == 0
+    ctypes.memset(arena.reserve(1000), 1, 1000)

@@ -185,6 +185,12 @@ def test_refusals_say_why() -> None:
     assert "gradients" in str(cpu.refuse_commit(**committing({**inputs, "matrix": inputs["matrix"].clone().requires_grad_()}, [0, 0])))
     with pytest.raises(KernelError, match="matrix has shape"):
         run(**{**inputs, "matrix": inputs["matrix"][:1]})
+    with pytest.raises(KernelError, match="gate has shape"):
+        run(**{**inputs, "gate": inputs["gate"][:4]})
+    with pytest.raises(KernelError, match="conv has shape"):
+        run(**{**inputs, "cu_seqlens": torch.tensor([0, 5])})
+    with pytest.raises(KernelError, match="conv has shape"):
+        inspect.unwrap(cpu.commit)(**{**committing(inputs, [1]), "cu_seqlens": torch.tensor([0, 5])})
     with pytest.raises(KernelError, match="conv_weight has shape"):
         run(**{**inputs, "conv_weight": inputs["conv_weight"][1:]})
     with pytest.raises(KernelError, match="rising pairs"):

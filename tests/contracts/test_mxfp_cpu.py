@@ -97,4 +97,5 @@ def test_what_does_not_fit_is_refused() -> None:
     assert mxfp.fake_mxfp4.choices(torch.randn(2, 32).bfloat16())[0][1] is not None
     assert mxfp.decode_mxfp4.choices(codes, scale)[0][1] is not None
     assert mxfp.decode_mxfp4.choices(codes, scale, torch.float32)[0][1] is None
+    assert mxfp.decode_mxfp4.choices(codes, scale.int(), torch.float32)[0][1] is not None
     assert mxfp.encode_mxfp4(torch.randn(0, 64))[0].shape == (0, 32)

@@ -1,6 +1,7 @@
 """Packed products against exact sums: values, the order of additions, every instruction set, refusals, and what memory holds."""
 
 import ctypes
+import inspect
 import os
 import subprocess
 import sys
@@ -287,6 +288,10 @@ def test_experts_refuse_what_does_not_fit() -> None:
         packed.experts(torch.randn(1, 64), packs, ids + 1, weights, None, None)
     with pytest.raises(KernelError, match=r"an id is -1"):
         packed.experts(torch.randn(1, 64), packs, ids - 1, weights, None, None)
+    with pytest.raises(KernelError, match=r"an id is 4294967296"):
+        packed.experts(torch.randn(1, 64), packs, ids + (1 << 32), weights, None, None)
+    with pytest.raises(KernelError, match="do not fit together"):
+        inspect.unwrap(packed.experts.module("cpu").experts)(torch.randn(2, 64), packs, ids, weights, None, None)
     with pytest.raises(KernelError, match="latent width 64"):
         packed.experts(torch.randn(1, 32), packs, ids, weights, None, None)
     with pytest.raises(KernelError, match="3 of 64 x 32"):

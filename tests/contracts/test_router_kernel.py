@@ -1,5 +1,7 @@
 """The router between scores and experts: choice, weights, cutoff, gradients and counts against slow plain code."""
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,3 +102,11 @@ def test_threads_strides_and_poisoned_memory_change_nothing(monkeypatch: pytest.
 def test_refuses_a_choice_that_cannot_be_made() -> None:
     with pytest.raises(KernelError, match="5 of 4 experts"):
         cpu.route(torch.rand(3, 4), torch.zeros(4), Choice(5))
+
+
+@NEEDED
+def test_refuses_counts_of_what_does_not_fit() -> None:
+    count, scores = inspect.unwrap(cpu.required_bias_histogram), torch.rand(5, 4)
+    for cutoff, mask in ((torch.rand(4), None), (torch.rand(5), torch.ones(4, dtype=torch.bool)), (torch.rand(5), torch.ones(5))):
+        with pytest.raises(KernelError, match="do not fit together"):
+            count(scores, cutoff, mask, -1.0, 0.01, 300)

@@ -68,7 +68,10 @@ class InferenceModel:
 
     @classmethod
     def from_transformer(cls, model: Transformer, weights: Weights = "stored") -> Self:
-        """Pack a copy of a model's weights; "mxfp4" also encodes its routed experts."""
+        """Pack a copy of a model's weights; "mxfp4" also encodes its routed experts. Raises `KernelError` for a model on another device."""
+        where = model.model.embed_tokens.weight.device
+        if where.type != "cpu":
+            raise KernelError(f"the inference model packs weights on the CPU and the model is on {where}; move it there first")
         return cls(model.config, ModelSource(model), weights)
 
     @property
@@ -103,10 +106,15 @@ class InferenceModel:
     def advance(self, rows: PackedRows, outputs: Outputs, accepted: Int[Tensor, "h"], pool: StatePool) -> None:
         """Move the held sequences of an earlier call on by their first `accepted` tokens each; latents are in their pages already.
 
-        Only that call's states are right to advance: nothing else may have changed the slots since.
+        Only that call's states are right to advance: nothing else may have changed the slots since. Raises `ConfigError` for rows,
+        outputs and counts that do not belong together.
         """
+        rows.check(self.config, pool)
         first = len(rows.slots) - rows.held
         bounds = (rows.bounds[first:] - rows.bounds[first]).contiguous()
+        if outputs.record.shape[1] != int(bounds[-1]):
+            raise ConfigError(f"'outputs' recorded {outputs.record.shape[1]} held rows where 'rows' brings {int(bounds[-1])}; "
+                              "both must be of one call")
         prefix = accepted.to(torch.int64).contiguous()
         if len(prefix) != rows.held or bool((prefix < 0).any() | (prefix > bounds.diff()).any()):
             raise ConfigError(f"'accepted' is {accepted.tolist()} for held sequences with {bounds.diff().tolist()} tokens")
@@ -118,6 +126,8 @@ class InferenceModel:
 
     def head(self, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
         """Logits of hidden vectors."""
+        if hidden.shape[1:] != (self.config.hidden_size,):
+            raise ConfigError(f"'hidden' has shape {list(hidden.shape)}; rows are {self.config.hidden_size} wide")
         x = hidden.float().contiguous()
         scores = torch.empty(len(x), self.config.vocab_size)
         head = ctypes.addressof(self.structure) + layout.Model.head.offset
@@ -160,8 +170,8 @@ class Arena:
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes."""
         if size > self.size:
-            self.buffers, self.size = Buffers(), size
-            self.address = self.buffers.place(size)
+            self.buffers, self.size = Buffers(), 0  # the old memory is gone even where there is no new one
+            self.address, self.size = self.buffers.place(size), size
         return self.address
 
 

@@ -43,7 +43,7 @@ class StatePool:
         self.matrices = torch.empty(slots, layers, heads, width, width)
         self.conv = torch.empty(slots, layers, taps - 1, 3 * heads * width)
         self.latents = torch.empty(pages, config.layers.count("mla"), page_tokens, row, dtype=dtype)
-        self.slots, self.pages, self.page_tokens = slots, pages, page_tokens
+        self.config, self.slots, self.pages, self.page_tokens = config, slots, pages, page_tokens
         form = layout.F32 if dtype == torch.float32 else layout.BF16
         self.structure = layout.Pools(self.matrices.data_ptr(), self.conv.data_ptr(), self.latents.data_ptr(), form, page_tokens)
         self.address = ctypes.addressof(self.structure)
@@ -101,6 +101,8 @@ class PackedRows:
 
     def check(self, config: ModelConfig, pool: StatePool) -> None:
         """Raise `ConfigError` for rows that do not fit together, the model or the pool, naming field and value."""
+        if pool.config is not config and pool.config != config:
+            raise ConfigError("the pool belongs to another model; take one of this model's 'new_pool'")
         self._check_types(config)
         bounds, past, slots = self.bounds.tolist(), self.past.tolist(), self.slots.tolist()
         count = self._count()

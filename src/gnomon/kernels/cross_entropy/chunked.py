@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 LOGIT_ELEMENTS = 1 << 20  # logits alive at a time
@@ -20,7 +21,7 @@ def refuse_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) ->
 
 
 def cross_entropy_sum(hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, "N"]) -> Float[Tensor, ""]:
-    """As the reference; at most `LOGIT_ELEMENTS` logits exist at a time."""
+    """As the reference; at most `LOGIT_ELEMENTS` logits exist at a time, or `LEAST_ROWS` rows of them."""
     rows = max(LEAST_ROWS, LOGIT_ELEMENTS // weight.shape[0])
     return _ChunkedCrossEntropy.apply(hidden, weight, targets, rows)
 
@@ -50,6 +51,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total.to(torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad, grad_weight * grad, None, None  # a scalar keeps its precision and their types

@@ -30,7 +30,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
-        (rows, width), words = hidden.shape, weight.shape[0]
+        (rows, width), words = hidden.shape, len(weight)
+        if not words or weight.shape != (words, width) or targets.shape != (rows,):
+            raise KernelError(f"cross_entropy: hidden states {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
+                              f"{tuple(targets.shape)} do not fit together")
         if rows and (int(targets.min()) < 0 or int(targets.max()) >= words):
             raise KernelError(f"cross_entropy: targets span {int(targets.min())}..{int(targets.max())}, the weight has rows 0..{words - 1}")
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]

@@ -43,6 +43,8 @@ def read_norm(
 ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B T D"]]:
     """`reference.read_norm` in one pass; in fp32 there is nothing to round between norm and weight."""
     check_sources(sources, query)
+    if weight.shape != query.shape:
+        raise KernelError(f"read_norm: weight has shape {tuple(weight.shape)}, the sources have width {len(query)}")
     values, query, weight = [source.contiguous() for source in sources], query.contiguous(), weight.contiguous()
     mixed, normed = torch.empty_like(values[0]), torch.empty_like(values[0])
     native.library().gnomon_depth_read_norm(

@@ -46,7 +46,8 @@ class _Grouped(torch.autograd.Function):
         beta1: float | None, beta2: float | None,
     ) -> Tensor:  # fmt: skip
         count, inner, latent = w_gate.shape
-        if w_up.shape != w_gate.shape or w_down.shape != (count, latent, inner) or z.shape[1:] != (latent,) or ids.shape != weights.shape:
+        stacks_fit = w_up.shape == w_gate.shape and w_down.shape == (count, latent, inner)
+        if not stacks_fit or z.shape != (len(z), latent) or ids.shape != weights.shape or ids.shape[:-1] != z.shape[:1]:
             raise KernelError(f"experts: stacks {tuple(w_gate.shape)}, {tuple(w_up.shape)}, {tuple(w_down.shape)} with inputs "
                               f"{tuple(z.shape)}, ids {tuple(ids.shape)} and weights {tuple(weights.shape)} do not fit together")
         z, w_gate, w_up, w_down, weights = (t.contiguous() for t in (z, w_gate, w_up, w_down, weights))

@@ -102,7 +102,7 @@ def step(
     _check_shapes(q, k, v, g, beta, state, (*q.shape, v.shape[-1]))
     q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
     o, following = torch.empty_like(v), torch.empty_like(state)
-    sizes = (q.shape[0] * q.shape[1], q.shape[2], v.shape[2])
+    sizes = (q.shape[:-1].numel(), q.shape[-1], v.shape[-1])
     inputs = (native.address(x) for x in (q, k, v, g, beta, state))
     native.library().gnomon_kda_step(*inputs, *sizes, o.data_ptr(), following.data_ptr(), native.threads())
     return o, following
@@ -146,7 +146,7 @@ def decode(
     """`reference.decode` in one call (csrc/kda_decode.cpp); a row's bits depend on its own sequence alone, not on its cut into calls."""
     bounds = torch.tensor(document_bounds(1, len(projected), cu_seqlens))
     rows = [x.contiguous() for x in (projected, raw_decay, raw_beta, gate)]
-    weights = _decode_weights(rows, conv, matrix, conv_weight, A_log, dt_bias, norm)
+    weights = _decode_weights(rows, bounds, conv, matrix, conv_weight, A_log, dt_bias, norm)
     conv, matrix = (x.clone(memory_format=torch.contiguous_format) for x in (conv, matrix))
     wanted = torch.empty(0, 2, dtype=torch.int64) if copies is None else copies.to(torch.int64)
     _check_copies(wanted, bounds)
@@ -190,7 +190,8 @@ def commit(
     """`reference.commit` (csrc/kda_decode.cpp): the same bits as `decode` of the prefix alone."""
     bounds, prefix = torch.tensor(document_bounds(1, len(projected), cu_seqlens)), prefix.to(torch.int64).contiguous()
     rows = [projected, raw_decay, raw_beta]
-    weights = _decode_weights(rows, conv, matrix, conv_weight, A_log, dt_bias, dt_bias[: raw_decay.shape[2]])[:3]
+    norm = dt_bias[: raw_decay.shape[2]]  # neither it nor a gate takes part
+    weights = _decode_weights([*rows, raw_decay], bounds, conv, matrix, conv_weight, A_log, dt_bias, norm)[:3]
     if len(prefix) != len(conv) or bool(((prefix < 0) | (prefix > bounds.diff())).any()):
         raise KernelError(f"prefix {prefix.tolist()[:8]}… must lie between 0 and each sequence's length, {bounds.diff().tolist()[:8]}…")
     conv, matrix = (x.clone(memory_format=torch.contiguous_format) for x in (conv, matrix))
@@ -214,20 +215,21 @@ def refuse_commit(
     )
 
 
-def _decode_weights(rows: list[Tensor], conv: Tensor, matrix: Tensor, *weights: Tensor) -> list[Tensor]:
+def _decode_weights(rows: list[Tensor], bounds: Tensor, conv: Tensor, matrix: Tensor, *weights: Tensor) -> list[Tensor]:
     """The weights as the library wants them, taps first; refuses shapes that do not fit each other."""
     count, heads, width = rows[1].shape
     conv_weight, *_ = weights
-    channels, taps, sequences = 3 * heads * width, conv_weight.shape[1], len(conv)
+    channels, taps, sequences = 3 * heads * width, conv_weight.shape[1], len(bounds) - 1
     expected = {
-        "projected": (rows[0], (count, channels)), "raw_beta": (rows[2], (count, heads)), "gate": (rows[-1], rows[-1].shape),
+        "projected": (rows[0], (count, channels)), "raw_beta": (rows[2], (count, heads)), "gate": (rows[3], rows[1].shape),
         "conv": (conv, (sequences, taps - 1, channels)), "matrix": (matrix, (sequences, heads, width, width)),
         "conv_weight": (conv_weight, (channels, taps)), "A_log": (weights[1], (heads,)), "dt_bias": (weights[2], (heads * width,)),
         "norm": (weights[3], (width,)),
     }
     for name, (x, shape) in expected.items():
         if tuple(x.shape) != tuple(shape):
-            raise KernelError(f"{name} has shape {tuple(x.shape)}, but raw_decay {tuple(rows[1].shape)} needs {tuple(shape)}")
+            raise KernelError(f"{name} has shape {tuple(x.shape)}, but raw_decay {tuple(rows[1].shape)} of {sequences} sequences "
+                              f"needs {tuple(shape)}")
     return [conv_weight.mT.contiguous(), *(x.contiguous() for x in weights[1:])]
 
 

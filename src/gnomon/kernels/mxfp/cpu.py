@@ -42,7 +42,7 @@ def encode_mxfp8(
 
 def refuse_decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Needs the library, codes on the CPU and fp32 values."""
-    return _refuse_codes(packed, torch.uint8, dtype)
+    return _refuse_codes(packed, scale, torch.uint8, dtype)
 
 
 def decode_mxfp4(
@@ -54,7 +54,7 @@ def decode_mxfp4(
 
 def refuse_decode_mxfp8(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Needs the library, codes on the CPU and fp32 values."""
-    return _refuse_codes(values, torch.float8_e4m3fn, dtype)
+    return _refuse_codes(values, scale, torch.float8_e4m3fn, dtype)
 
 
 def decode_mxfp8(
@@ -121,7 +121,9 @@ def _refuse_gradient(x: Tensor) -> str | None:
     return "codes have no gradient, and the input asks for one" if needs_grad(x) else None
 
 
-def _refuse_codes(codes: Tensor, stored: torch.dtype, dtype: torch.dtype) -> str | None:
+def _refuse_codes(codes: Tensor, scale: Tensor, stored: torch.dtype, dtype: torch.dtype) -> str | None:
     if codes.dtype != stored or codes.device.type != "cpu" or dtype != torch.float32:
         return f"{codes.dtype} codes on {codes.device} to {dtype}; the C++ kernel takes {stored} to torch.float32 on the CPU"
+    if scale.dtype != torch.uint8:
+        return f"scales are {scale.dtype}; the C++ kernel takes torch.uint8"
     return native.unavailable()

@@ -54,7 +54,11 @@ def experts(
     """As the reference; each token's experts are summed in the order of `ids`."""
     if z.shape[-1] != stack.latent:
         raise KernelError(f"packed experts: rows of {z.shape[-1]} values meet experts of latent width {stack.latent}")
-    z, weights, chosen = z.contiguous(), weights.contiguous(), ids.to(torch.int32).contiguous()
+    if z.ndim != 2 or ids.shape != weights.shape or ids.shape[:-1] != z.shape[:1]:
+        raise KernelError(f"packed experts: rows {tuple(z.shape)}, ids {tuple(ids.shape)} and weights {tuple(weights.shape)} "
+                          "do not fit together")
+    chosen = ids.long().clamp(-1, len(stack)).int().contiguous()  # an id beyond 32 bits must not become one that exists
+    z, weights = z.contiguous(), weights.contiguous()
     y, view, refused = torch.empty_like(z), stack.view(beta1, beta2), ctypes.c_int64()
     native.library().gnomon_experts_forward(
         ctypes.addressof(view), z.data_ptr(), chosen.data_ptr(), weights.data_ptr(), len(z), ids.shape[1], stack.mxfp8_activations,

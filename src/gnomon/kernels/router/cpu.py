@@ -39,6 +39,10 @@ def required_bias_histogram(
     scores: Float[Tensor, "N E"], cutoff: Float[Tensor, "N"], mask: Bool[Tensor, "N"] | None, lowest: float, width: float, bins: int
 ) -> Int[Tensor, "E bins"]:
     """As the reference."""
+    if cutoff.shape != scores.shape[:1] or (mask is not None and (mask.dtype != torch.bool or mask.shape != cutoff.shape)):
+        given = "none" if mask is None else f"{mask.dtype} {tuple(mask.shape)}"
+        raise KernelError(f"required_bias_histogram: scores {tuple(scores.shape)}, cutoff {tuple(cutoff.shape)} and mask {given} "
+                          "do not fit together")
     scores, cutoff, mask = scores.detach().contiguous(), cutoff.contiguous(), None if mask is None else mask.contiguous()
     (rows, experts), histogram = scores.shape, torch.empty(scores.shape[1], bins, dtype=torch.int64)
     inputs = [native.address(t) for t in (scores, cutoff, mask)]
