@@ -3,11 +3,14 @@
 A whole step of the tour's shape and of one with 30 million parameters runs by the default operators and by the reference ones, with the
 tour's optimiser; with fixed routing their losses must agree over 50 steps.
 
+Run it as the command line runs a training: THP_MEM_ALLOC_ENABLE=1 python benchmarks/training_throughput.py (docs/log.md says why).
+
 Against transformers the model is the `kimi_linear` twin of the tour's shape: no depth reads, no latent, the softplus gate. Both sides run
 plain eager PyTorch with AdamW; steps alternate, so that a change in the machine's speed touches both.
 """
 
 import argparse
+import json
 import logging
 import os
 import tempfile
@@ -20,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import save
+from machine import RESULTS, save
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -167,10 +170,17 @@ def main() -> None:
         result["paths"] = own_paths(arguments.steps)
     if arguments.only != "paths":
         result |= against_transformers(arguments.steps, arguments.rows, arguments.context)
-    save("training_throughput", result)
+    save("training_throughput", earlier() | result)
     wrong = [name for name, found in result.get("paths", {}).items() if "fixed" in name and found["difference"] > MAX_LOSS_DIFFERENCE]
     if wrong or result.get("difference", 0.0) > MAX_LOSS_DIFFERENCE:
         raise SystemExit(f"losses differ by more than {MAX_LOSS_DIFFERENCE} ({', '.join(wrong) or 'transformers'}): not the same model")
+
+
+def earlier() -> dict[str, Any]:
+    """The halves of the last result, so that one of them can be measured again."""
+    path = RESULTS / "training_throughput.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {name: value for name, value in kept.items() if name not in ("benchmark", "machine")}
 
 
 def against_transformers(steps: int, rows: int, context: int) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
 from gnomon.plan import command as plan
 
-SPIN_COUNT = "3000"  # OpenMP's own 300000 makes a step fifty times as long while another program wants a core (docs/log.md)
+# OpenMP's own 300000 spins make a step fifty times as long while another program wants a core; large tensors of a training step come
+# and go, and in huge pages that costs less (docs/log.md).
+ENVIRONMENT = {"GOMP_SPINCOUNT": "3000", "THP_MEM_ALLOC_ENABLE": "1"}
 EPILOG = "Recipes are TOML files in recipes/; any field can be set as a.b=c. `gnomon VERB --help` describes a verb."
 
 
@@ -65,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.update(ENVIRONMENT | dict(os.environ))
     try:
         known = parser()
         _check_verb(arguments)

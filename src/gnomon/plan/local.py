@@ -116,7 +116,7 @@ def calibrate(folder: Path | None = None) -> Calibrated:
 
 def measured(names: Sequence[str]) -> dict[str, Any]:
     """What the measuring program prints for shapes by name, or for all that calibrate."""
-    environment = {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "3000")}
+    environment = {"GOMP_SPINCOUNT": "3000", "THP_MEM_ALLOC_ENABLE": "1", **os.environ}  # as the command line sets them
     try:
         done = subprocess.run([sys.executable, "-m", "gnomon.measure", *names], capture_output=True, text=True, check=False,
                               timeout=LIMIT_SECONDS, env=environment)
