@@ -76,7 +76,7 @@ struct E4M3 {
     static constexpr int32_t EXPONENT = 8, CARRY = 0x200000, CARRY_CEIL = 0x1fffff;
     template <int W>
     INLINE static vec<W> round(vec<W> m) {
-        m = m > 448.0f ? vec<W>{} + 448.0f : m;
+        m = m < 448.0f ? m : vec<W>{} + 448.0f; /* NaN too, whose bits would overflow below; its block's scale is NaN */
         const ints<W> bits = as_bits<W>(m), up = bits + 0x7ffff + ((bits >> 20) & 1);
         return m < 0x1p-6f ? nearest<W>(m * 512.0f) * 0x1p-9f : as_floats<W>(up & static_cast<int32_t>(0xfff00000));
     }

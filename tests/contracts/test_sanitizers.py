@@ -15,8 +15,9 @@ from gnomon.kernels import native
 DRIVEN = [
     "test_operators", "test_paged_attention", "test_depth_read", "test_kda", "test_kda_decode", "test_kda_gradients", "test_kda_segments",
     "test_inference", "test_linear", "test_packed", "test_experts", "test_grouped_experts", "test_gated_norm", "test_short_conv",
-    "test_situ", "test_objective", "test_muon",
+    "test_situ", "test_objective", "test_muon", "test_mxfp_cpu", "test_router_kernel", "test_newton_schulz_cpu", "test_cross_entropy",
 ]  # fmt: skip
+NOT_HERE = "not never_all_in_memory"  # an instrumented process has memory of its own
 BEYOND_THE_END = """
 import ctypes, torch
 from gnomon.kernels import native
@@ -65,7 +66,8 @@ def test_the_operators_have_no_findings(instrumented: dict[str, str], repository
     folder = repository / "tests" / "contracts"
     files = [str(folder / f"{name}.py") for name in DRIVEN]
     environment = instrumented if not instructions else {**instrumented, "GNOMON_INSTRUCTION_SET": instructions}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(files if not instructions else files[:3])]
+    chosen = files if not instructions else files[:3]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", NOT_HERE, "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=repository, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
