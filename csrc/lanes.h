@@ -56,6 +56,14 @@ INLINE float sum(vec<W> x) {
     }
 }
 
+/* 2^(e - 127), what the byte e of an MX scale stands for; NaN for 255. */
+inline float scale_value(int32_t e) {
+    const int32_t bits = e == 255 ? 0x7fc00000 : e == 0 ? 0x00400000 : e << 23;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* exp(x) to about one unit in the last place; zero below the normal range of fp32, and what is not a number stays so. */
 template <int W>
 INLINE vec<W> exponential(vec<W> x) {

@@ -22,13 +22,6 @@ size_t mapped(int64_t bytes) {
 
 int64_t panels(const Matrix& w) { return (w.out + PANEL - 1) / PANEL; }
 
-float power_of_two(uint8_t e) {
-    const uint32_t bits = e == 255 ? 0x7fc00000u : std::max<uint32_t>(static_cast<uint32_t>(e) << 23, 0x00400000u);
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 float from_bf16(uint16_t half) {
     const uint32_t bits = static_cast<uint32_t>(half) << 16;
     float value;
@@ -91,7 +84,7 @@ void unpack_row(const Matrix& w, int64_t row, float* values) {
             values[i] = from_bf16(from.bf16(i));
         } else {
             const uint32_t code = from.codes(i) >> Place::shift(i) & 15;
-            values[i] = (code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7]) * power_of_two(from.scale(i / BLOCK));
+            values[i] = (code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7]) * scale_value(from.scale(i / BLOCK));
         }
     }
 }

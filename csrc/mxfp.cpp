@@ -39,13 +39,6 @@ INLINE ints<W> as_bits(vec<W> x) {
     return bits;
 }
 
-float power(int32_t e) { /* 2^(e - 127) for a scale byte; NaN for 255 */
-    const int32_t bits = e == NOT_A_NUMBER ? 0x7fc00000 : e == 0 ? 0x00400000 : e << 23;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Nearest integer, ties to even, for magnitudes far below 2^22. */
 template <int W>
 INLINE vec<W> nearest(vec<W> x) {
@@ -110,7 +103,7 @@ INLINE void round_blocks(const Blocks& b) {
         const float* x = b.in + block * BLOCK;
         float* y = b.out + block * BLOCK;
         const int32_t e = scale_of<F, W>(x, b.ceil);
-        const float scale = power(e), inverse = e == NOT_A_NUMBER ? scale : power(254 - e);
+        const float scale = scale_value(e), inverse = e == NOT_A_NUMBER ? scale : scale_value(254 - e);
         for (int64_t i = 0; i < BLOCK; i += W) {
             const vec<W> scaled = load<W>(x + i) * inverse;
             const vec<W> size = F::template round<W>(as_floats<W>(as_bits<W>(scaled) & 0x7fffffff));
@@ -127,7 +120,7 @@ INLINE void encode_block(const float* x, int32_t e, int32_t sign, uint8_t* codes
         std::memset(codes, sign == 8 ? 0 : 0x7f, BLOCK);
         return;
     }
-    const float inverse = power(254 - e);
+    const float inverse = scale_value(254 - e);
     for (int64_t i = 0; i < BLOCK; i += W) {
         const vec<W> scaled = load<W>(x + i) * inverse;
         ints<W> code = F::template code<W>(F::template round<W>(as_floats<W>(as_bits<W>(scaled) & 0x7fffffff)));
@@ -162,8 +155,8 @@ struct Table {
         static const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
         for (int code = 0; code < 256; ++code) {
             const int size = code & 127;
-            const float small = static_cast<float>(size) * 0x1p-9f, large = power((size >> 3) + 120) * (1.0f + (size & 7) * 0.125f);
-            const float value = eight ? (size == 127 ? power(NOT_A_NUMBER) : size < 8 ? small : large) : magnitudes[code & 7];
+            const float small = static_cast<float>(size) * 0x1p-9f, large = scale_value((size >> 3) + 120) * (1.0f + (size & 7) * 0.125f);
+            const float value = eight ? (size == 127 ? scale_value(NOT_A_NUMBER) : size < 8 ? small : large) : magnitudes[code & 7];
             of[code] = code & (eight ? 128 : 8) ? -value : value;
         }
     }
@@ -172,7 +165,7 @@ struct Table {
 /* Values of blocks of codes: one lookup per code, times the block's scale. */
 void decode(const Blocks& b, const Table& table, bool eight) {
     for (int64_t block = b.first; block < b.last; ++block) {
-        const float scale = power(b.scales[block]);
+        const float scale = scale_value(b.scales[block]);
         float* y = b.out + block * BLOCK;
         if (eight) {
             for (int64_t i = 0; i < BLOCK; ++i) y[i] = table.of[b.codes[block * BLOCK + i]] * scale;

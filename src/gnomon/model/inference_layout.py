@@ -5,28 +5,15 @@ Filled once when a model is loaded; after that a step passes three addresses. Re
 
 import ctypes
 
-_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+from gnomon.kernels.packed.matrix import ExpertsView, MatrixView
 
-F32, BF16, MXFP4 = 0, 1, 2
-"""Formats of weights and latents, as `csrc/matrix.h` numbers them."""
+_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 MIXERS = {"kda": 0, "mla": 1}
 """Mixer kinds that the C++ layer knows."""
 
 BEFORE_MIXER, BEFORE_FEED_FORWARD = 1, 2
 """When the running sum is banked (bits of `Layer.commits`)."""
-
-
-class Matrix(ctypes.Structure):
-    """A packed weight matrix; `out` = 0 says that it is absent."""
-
-    _fields_ = (("data", _P), ("scales", _P), ("out", _I64), ("inputs", _I64), ("format", _I32))
-
-
-class Experts(ctypes.Structure):
-    """Routed experts: three arrays of matrices."""
-
-    _fields_ = (("gate", _P), ("up", _P), ("down", _P), ("count", _I64), ("beta1", _F32), ("beta2", _F32))
 
 
 class LatentWeights(ctypes.Structure):
@@ -45,7 +32,7 @@ class KDALayer(ctypes.Structure):
     """Weights of a KDA mixer."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "decay_a", "decay_b", "beta", "gate_a", "gate", "out")),
+        *((name, MatrixView) for name in ("qkv", "decay_a", "decay_b", "beta", "gate_a", "gate", "out")),
         *((name, _P) for name in ("conv", "a_log", "dt_bias", "norm")),
     )
 
@@ -54,7 +41,7 @@ class MLALayer(ctypes.Structure):
     """Weights of an MLA mixer."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("query_a", "query", "latent", "gate", "out")),
+        *((name, MatrixView) for name in ("query_a", "query", "latent", "gate", "out")),
         ("keys_values", LatentWeights), ("query_norm", _P), ("latent_norm", _P),
     )
 
@@ -63,8 +50,8 @@ class FeedForward(ctypes.Structure):
     """Weights of a feed-forward, dense or with experts."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("gate", "up", "down", "router", "to_latent", "from_latent")),
-        ("bias", _P), ("norm", _P), ("routed", Experts),
+        *((name, MatrixView) for name in ("gate", "up", "down", "router", "to_latent", "from_latent")),
+        ("bias", _P), ("norm", _P), ("routed", ExpertsView),
     )
 
 
@@ -84,7 +71,7 @@ class Model(ctypes.Structure):
     _fields_ = (
         *((name, _I64) for name in ("layers", "hidden", "vocabulary", "sources")),
         *((name, _P) for name in ("layer", "embedding", "output_query", "norm")),
-        ("head", Matrix), ("embedding_format", _I32), ("eps", _F32), ("beta1", _F32), ("beta2", _F32),
+        ("head", MatrixView), ("embedding_format", _I32), ("eps", _F32), ("beta1", _F32), ("beta2", _F32),
         *((name, _I64) for name in ("kda_layers", "kda_heads", "kda_width", "taps", "mla_layers")), ("mla", LatentShape),
         *((name, _I64) for name in ("experts_per_token", "groups", "kept_groups", "renormalise")),
         ("routed_scale", _F32), ("lower_bound", _F32), ("latent_eps", _F32),

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from gnomon.errors import ConfigError
+from gnomon.kernels.packed.matrix import BF16, F32
 from gnomon.model import inference_layout as layout
 from gnomon.model.config import ModelConfig
 
@@ -44,7 +45,7 @@ class StatePool:
         self.conv = torch.empty(slots, layers, taps - 1, 3 * heads * width)
         self.latents = torch.empty(pages, config.layers.count("mla"), page_tokens, row, dtype=dtype)
         self.config, self.slots, self.pages, self.page_tokens = config, slots, pages, page_tokens
-        form = layout.F32 if dtype == torch.float32 else layout.BF16
+        form = F32 if dtype == torch.float32 else BF16
         self.structure = layout.Pools(self.matrices.data_ptr(), self.conv.data_ptr(), self.latents.data_ptr(), form, page_tokens)
         self.address = ctypes.addressof(self.structure)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gnomon.errors import ConfigError
 from gnomon.kernels import mxfp, native
+from gnomon.kernels.packed.matrix import BF16, F32, MXFP4, ExpertsView, MatrixView
 from gnomon.model import inference_layout as layout
 from gnomon.model import weights as checkpoints
 from gnomon.model.config import ModelConfig
@@ -136,7 +137,7 @@ class Packer:
         layers = (layout.Layer * c.num_hidden_layers)()
         self.kept.append(layers)
         table = self.source.tensor("model.embed_tokens.weight").detach().contiguous()
-        held = table if self._format(table) == layout.BF16 and table.dtype == torch.bfloat16 else table.to(self._dtype(table))
+        held = table if self._format(table) == BF16 and table.dtype == torch.bfloat16 else table.to(self._dtype(table))
         m = layout.Model(layers=c.num_hidden_layers, hidden=c.hidden_size, vocabulary=c.vocab_size, sources=max([1, *c.depth_sources()]),
                          layer=ctypes.addressof(layers), eps=c.rms_norm_eps, latent_eps=LATENT_EPS)
         m.beta1, m.beta2 = _caps(c)
@@ -208,7 +209,7 @@ class Packer:
     def _experts(self, feed: layout.FeedForward, at: str) -> None:
         c = self.config.moe
         assert c is not None
-        feed.router = self._pack(self.source.tensor(f"{at}gate.weight"), layout.F32)
+        feed.router = self._pack(self.source.tensor(f"{at}gate.weight"), F32)
         feed.bias = self._vector(f"{at}gate.e_score_correction_bias")
         if c.routed_expert_hidden_size:
             feed.to_latent, feed.from_latent = (self._stack(f"{at}routed_expert_{name}_proj.weight") for name in ("down", "up"))
@@ -216,12 +217,12 @@ class Packer:
                 feed.norm = self._vector(f"{at}routed_expert_norm.weight")
         if c.num_shared_experts:
             self._gated(feed, f"{at}shared_experts.")
-        gate, up, down = ((layout.Matrix * c.num_experts)() for _ in range(3))
+        gate, up, down = ((MatrixView * c.num_experts)() for _ in range(3))
         self.kept += [gate, up, down]
         for expert in range(c.num_experts):
             for name, row in (("w1", gate), ("w3", up), ("w2", down)):
                 row[expert] = self._expert(self.source.expert(f"{at}experts.{name}", expert))
-        feed.routed = layout.Experts(*map(ctypes.addressof, (gate, up, down)), c.num_experts, *_caps(self.config))
+        feed.routed = ExpertsView(*map(ctypes.addressof, (gate, up, down)), c.num_experts, *_caps(self.config))
 
     def _query(self, name: str) -> int | None:
         if self.config.attention_residuals == "off":
@@ -232,40 +233,40 @@ class Packer:
     def _vector(self, name: str) -> int:
         return self.buffers.vector(self.source.tensor(name))
 
-    def _stack(self, *names: str) -> layout.Matrix:
+    def _stack(self, *names: str) -> MatrixView:
         parts = [self.source.tensor(name).detach() for name in names]
         return self._matrix(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _matrix(self, weight: Tensor) -> layout.Matrix:
+    def _matrix(self, weight: Tensor) -> MatrixView:
         return self._pack(weight, self._format(weight))
 
     def _format(self, weight: Tensor) -> int:
-        stored = layout.BF16 if weight.dtype == torch.bfloat16 else layout.F32
-        return {"stored": stored, "fp32": layout.F32, "bf16": layout.BF16, "mxfp4": layout.BF16}[self.weights]
+        stored = BF16 if weight.dtype == torch.bfloat16 else F32
+        return {"stored": stored, "fp32": F32, "bf16": BF16, "mxfp4": BF16}[self.weights]
 
     def _dtype(self, weight: Tensor) -> torch.dtype:
-        return torch.bfloat16 if self._format(weight) == layout.BF16 else torch.float32
+        return torch.bfloat16 if self._format(weight) == BF16 else torch.float32
 
-    def _expert(self, weight: Tensor | Packed) -> layout.Matrix:
+    def _expert(self, weight: Tensor | Packed) -> MatrixView:
         if isinstance(weight, Tensor) and self.weights == "mxfp4":
             weight = checkpoints.encode(weight)
         if isinstance(weight, Tensor):
             return self._matrix(weight)
         if self.weights == "fp32":
-            return self._pack(mxfp.decode_mxfp4(*weight, torch.float32), layout.F32)
+            return self._pack(mxfp.decode_mxfp4(*weight, torch.float32), F32)
         codes, scales = weight
-        return self._packed(codes, scales, codes.shape[0], 2 * codes.shape[1], layout.MXFP4)
+        return self._packed(codes, scales, codes.shape[0], 2 * codes.shape[1], MXFP4)
 
-    def _pack(self, weight: Tensor, form: int) -> layout.Matrix:
-        values = weight.detach().to(torch.bfloat16 if form == layout.BF16 else torch.float32).contiguous()
+    def _pack(self, weight: Tensor, form: int) -> MatrixView:
+        values = weight.detach().to(torch.bfloat16 if form == BF16 else torch.float32).contiguous()
         return self._packed(values, None, values.shape[0], values.shape[1], form)
 
-    def _packed(self, values: Tensor, scales: Tensor | None, out: int, inputs: int, form: int) -> layout.Matrix:
+    def _packed(self, values: Tensor, scales: Tensor | None, out: int, inputs: int, form: int) -> MatrixView:
         library = native.library()
         sizes = (ctypes.c_int64 * 2)()
         first = ctypes.addressof(sizes)
         library.gnomon_matrix_bytes(out, inputs, form, first, first + 8)
-        matrix = layout.Matrix(self.buffers.place(sizes[0]), self.buffers.place(sizes[1]) if sizes[1] else None, out, inputs, form)
+        matrix = MatrixView(self.buffers.place(sizes[0]), self.buffers.place(sizes[1]) if sizes[1] else None, out, inputs, form)
         library.gnomon_matrix_pack(values.data_ptr(), native.address(scales), ctypes.addressof(matrix), native.threads())
         return matrix
 
