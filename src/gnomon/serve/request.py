@@ -1,0 +1,123 @@
+"""What goes into the engine and what comes out: a request in tokens, events as they are sampled, and how much of it was known already.
+
+The engine knows tokens only; text, messages and tools are the API's. Read next: `engine.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gnomon.errors import ConfigError
+
+Priority = Literal["interactive", "batch"]
+Reason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grammar:
+    """What the output must match: a JSON Schema as JSON text, or a regular expression.
+
+    With `after`, tokens are free until this id has been sampled (the model thinks first), and constrained from there.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex"]
+    text: str = ""
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are drawn, and when to stop. Temperature 0 is greedy.
+
+    The same seed and request give the same tokens whatever else runs: the draw at step i depends on `(seed, i)` alone.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "max_tokens": self.max_tokens >= 1, "temperature": 0 <= self.temperature < math.inf, "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0, "min_p": 0 <= self.min_p <= 1, "repetition_penalty": 0 < self.repetition_penalty < math.inf,
+            "presence_penalty": -2 <= self.presence_penalty <= 2, "frequency_penalty": -2 <= self.frequency_penalty <= 2,
+            "seed": 0 <= self.seed < 2**63, "top_logprobs": self.top_logprobs is None or 0 <= self.top_logprobs <= 20,
+        }
+        for name, fits in ranges.items():
+            if not fits:
+                raise ConfigError(f"'{name}' is {getattr(self, name)}; {LIMITS[name]}")
+
+
+LIMITS = {
+    "max_tokens": "ask for at least 1", "temperature": "use 0 for greedy or a positive number", "top_p": "it must be in (0, 1]",
+    "top_k": "use 0 for no limit or a positive number", "min_p": "it must be in [0, 1]", "repetition_penalty": "it must be positive",
+    "presence_penalty": "it must be in [-2, 2]", "frequency_penalty": "it must be in [-2, 2]",
+    "seed": "use a number from 0 to 2^63 - 1", "top_logprobs": "it must be from 0 to 20",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sequence to continue. `boundaries` are lengths of prefixes that others may share (ends of turns), where the cache prefers its
+    checkpoints; `salt` keeps prefixes apart that must not be shared; `cache` False neither reads nor writes the prefix cache.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    boundaries: tuple[int, ...] = ()
+    priority: Priority = "interactive"
+    deadline_seconds: float | None = None
+    salt: str = ""
+    cache: bool = True
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """One token of the output, with its log-probability under the model's own distribution (temperature 1, no penalties) and the
+    likeliest alternatives if they were asked for."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What a request cost. `cached_tokens` of the prompt were not computed; `cache_note` says why not more."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    cache_note: str
+    queue_seconds: float
+    first_token_seconds: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """The last event of a request. `prompt_logprobs` [len(prompt) - 1] where they were asked for; `error` with reason `error`."""
+
+    reason: Reason
+    usage: Usage
+    stop_string: str | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+    error: str | None = None
+
+
+Event = Sampled | Finished
