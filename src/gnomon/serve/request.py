@@ -87,6 +87,17 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A request has its memory and begins, before its first token: what of its prompt was cached, and why not more.
+
+    It lets an API say so before a long answer ends; a source of events may leave it out, `Finished` has the same and more.
+    """
+
+    cached_tokens: int
+    cache_note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
     """One token of the output, with its log-probability under the model's own distribution (temperature 1, no penalties) and the
     likeliest alternatives if they were asked for."""
@@ -120,4 +131,4 @@ class Finished:
     error: str | None = None
 
 
-Event = Sampled | Finished
+Event = Started | Sampled | Finished
