@@ -51,7 +51,7 @@ bool expands(const LatentShape& s, double past, double rows) {
     const double kv_b = static_cast<double>(s.latent * (s.nope + s.value)), pairs = rows * past + rows * (rows + 1) / 2;
     const double absorbed = rows * kv_b + pairs * static_cast<double>(2 * s.latent + s.rope);
     const double expanded = (past + rows) * kv_b + pairs * static_cast<double>(s.nope + s.rope + s.value);
-    return rows >= FEW && expanded < absorbed;
+    return !s.absorbed && rows >= FEW && expanded < absorbed;
 }
 
 }  // namespace

@@ -4,7 +4,8 @@
  *   absorbed: the query takes over the key half of kv_b, attends to the rows themselves, and the value half acts on the result;
  *   expanded: a block of rows is turned into keys and values of a head once, and all new tokens of the sequence attend to those.
  * The second needs 640 instead of 2,176 operations per head, token and key (K3's widths) but has to expand each key first; a sequence's
- * own numbers of new and past tokens decide, so a row's result never depends on what else is in the batch, or on threads.
+ * own numbers of new and past tokens decide, so a row's result never depends on what else is in the batch, or on threads. Where it must
+ * not depend on how many tokens come at once either, `absorbed` keeps to the first.
  */
 #pragma once
 
@@ -18,6 +19,7 @@ namespace gnomon {
 struct LatentShape {
     int64_t heads, nope, rope, value, latent; /* widths: a query is [nope | rope], a row [latent | rope] */
     float scale;
+    int32_t absorbed = 0; /* absorbed always: results then have the same bits however a sequence is cut into calls */
 };
 
 /* kv_b [heads, nope + value, latent] as the kernels read it. With BF16 all products take bf16 operands and sum in fp32. */

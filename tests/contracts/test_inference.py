@@ -1,6 +1,7 @@
 """The inference model against `Transformer`, its meaning: every shape of model, every way to hand over rows, every wrong input."""
 
 import ctypes
+from itertools import pairwise
 
 import pytest
 import torch
@@ -324,3 +325,26 @@ def test_a_call_without_memory_leaves_nothing_behind():
         arena.reserve(9_000_000_000_000_000)
     assert arena.size == 0
     ctypes.memset(arena.reserve(1000), 1, 1000)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "mxfp4"])
+def test_a_steady_model_gives_the_same_bits_however_a_sequence_is_cut(weights):
+    """Whole, in pieces, token by token, held and advanced: what caches and schedulers may do to a sequence."""
+    twin, ids = InferenceModel.from_transformer(model(), weights), tokens(650)
+    assert twin.steady(True)
+
+    def run(cuts, held=False):
+        pool, table = poison(twin.new_pool(1, 704)), [list(range(11))]
+        parts = []
+        for start, stop in pairwise(cuts):
+            rows = rows_of([ids[start:stop]], [start], [0], table, wanted=torch.arange(stop - start), held=int(held))
+            parts.append(twin.forward(rows, pool))
+            if held:
+                twin.advance(rows, parts[-1], torch.tensor([stop - start]), pool)
+        return torch.cat([part.logits for part in parts]), pool.matrices, pool.conv
+
+    whole = run([0, 650])
+    for other in (run([0, 64, 576, 640, 650]), run([0, 512, 600, 650]), run([0, *range(590, 651)]),
+                  run([0, 300, 600, 650], held=True)):
+        for ours, theirs in zip(other, whole, strict=True):
+            assert torch.equal(ours, theirs)

@@ -79,6 +79,14 @@ class InferenceModel:
         """Bytes of the packed weights."""
         return self._memory.bytes
 
+    def steady(self, wanted: bool) -> bool:
+        """Ask for results that have the same bits however a sequence is cut into calls; returns whether it will be so, here always.
+
+        Attention then keeps to its absorbed form. That costs time only where many tokens of one sequence come at once: a long prompt.
+        """
+        self.structure.mla.absorbed = int(wanted)
+        return True
+
     def new_pool(self, slots: int, tokens: int, page_tokens: int = PAGE, dtype: torch.dtype = torch.float32) -> StatePool:
         """A pool with this many slots and pages for `tokens` tokens in all; `dtype` is that of the latents."""
         return StatePool(self.config, slots, -(-tokens // page_tokens), page_tokens, dtype)

@@ -25,7 +25,7 @@ class LatentWeights(ctypes.Structure):
 class LatentShape(ctypes.Structure):
     """Widths of latent attention."""
 
-    _fields_ = (*((name, _I64) for name in ("heads", "nope", "rope", "value", "latent")), ("scale", _F32))
+    _fields_ = (*((name, _I64) for name in ("heads", "nope", "rope", "value", "latent")), ("scale", _F32), ("absorbed", _I32))
 
 
 class KDALayer(ctypes.Structure):
