@@ -81,7 +81,10 @@ $(VENV)/test: $(VENV)/python $(SOURCES)
 	@$(PIP) -e '.[test,lint,parity]' || { \
 	    echo "gnomon: notice: a peer package is not available here; its parity tests will be skipped"; \
 	    $(PIP) -e '.[test,lint]'; }
-	@# Of this peer one file is read, by path. It stands apart: beside Triton and without a GPU it would break transformers.
-	@$(PIP) --no-deps --upgrade --target $(VENV)/peers fla-core==0.6.0 || echo "gnomon: notice: fla-core is not available here; its parity tests will be skipped"
+	@# Of these peers one file each is read, by path. They stand apart: beside Triton and without a GPU fla-core would break transformers,
+	@# and mlx-vlm has many dependencies that its chat encoder does not use.
+	@for peer in fla-core==0.6.0 mlx-vlm==0.7.10; do \
+	    $(PIP) --no-deps --upgrade --target $(VENV)/peers $$peer || echo "gnomon: notice: $$peer is not available here; its parity tests will be skipped"; \
+	done
 	@$(NATIVE_NOTICE)
 	@touch $(VENV)/core $@

@@ -51,6 +51,14 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     declaration: Mapping[str, Any] | None = None
 
+    @property
+    def declared(self) -> Mapping[str, Any]:
+        """What the model reads: `declaration`, or the same in the shape that OpenAI's API gave to declarations."""
+        if self.declaration is not None:
+            return self.declaration
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {key: value for key, value in function.items() if key == "name" or value}}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
