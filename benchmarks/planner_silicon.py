@@ -1,10 +1,12 @@
 """How well does the planner's step formula predict measured decoding, on models and configurations that it was not fitted to?
 
-Three questions over about 3,500 measured rows (see `silicon_rows.py`). *Another model*: each of ten models is predicted from a fit on the
+Four questions over about 3,500 measured rows (see `silicon_rows.py`). *Another model*: each of ten models is predicted from a fit on the
 other nine. *Another configuration*: one fit per (model, system, backend) on half of the configurations predicts the other half, both ways
 round, repetitions of a configuration never on both sides. *First tokens*: each model's time to first token from a fit on the others, with
-each stack's own fixed time; reported, not a target. The peer, in the same run and with the same fitting, is a plain roofline with three
-coefficients. Bands come from misses inside the fitting rows alone.
+each stack's own fixed time; reported, not a target. *A change*: of two rows that differ in one thing only, is the measured ratio inside the
+band that the planner gives a turned knob, on models that the fit has not seen? The peer, in the same run and with the same fitting, is a
+plain roofline with three coefficients. Bands come from misses inside the fitting rows alone; those of a change rest on two shares that were
+fitted to these pairs.
 
 `python benchmarks/planner_silicon.py [--package WHEEL] [--write]`; the package is `aiconfigurator-core==0.12.0`, installed or as a
 downloaded wheel. `--write` renews the planner's default record and one per stack.
@@ -24,6 +26,7 @@ from machine import save
 from silicon_rows import Row, columns, demand, prompt_demand, read
 
 from gnomon.config import to_toml
+from gnomon.plan import certainty
 from gnomon.plan.calibration import DEFAULT, FOLDER, NOISE, FirstToken, Range, Record, band, fit, fit_logarithms, wider
 from gnomon.plan.step import Coefficients, Demand, as_table, seconds, walls
 
@@ -33,6 +36,9 @@ SEEDS = (0, 1)
 LOOSE = {"looseness": 1.0, "weight": 0.5}     # a group's own fit may leave the global one freely: it has rows of its own
 FOLDS = 4
 STACKS = ("sglang", "trtllm", "vllm")
+CHANGES = {"concurrency": ("concurrency",), "ranks": ("tensor", "devices"), "device": ("device",), "formats": ("formats",),
+           "lengths": ("prompt", "output")}
+MEASURED = ("seconds_per_token", "seconds_to_first")
 WAVES = 10      # these benchmarks send ten prompts per request in flight, the first of them all at once
 
 
@@ -117,6 +123,42 @@ def other_configurations(sample: Sample, seed: int) -> tuple[Any, Any]:
             missed[held_out[places]] = misses
             covered[held_out[places]] = abs(misses) <= math.log1p(band(own.get(group, []), pooled, strength=100))
     return missed, covered
+
+
+def neighbours(sample: Sample) -> dict[str, Any]:
+    """Pairs of rows that differ in one thing only, by what they differ in: row numbers [N, 2]."""
+    found = {}
+    for name, of in CHANGES.items():
+        groups = by(sample, lambda row, of=of: tuple(str(getattr(row, f.name)) for f in fields(Row) if f.name not in (*of, *MEASURED)))
+        pairs = []
+        for places in groups.values():
+            ordered = sorted(places, key=lambda i, of=of: [_order(getattr(sample.rows[i], part)) for part in of])
+            pairs += [(a, b) for a, b in zip(ordered, ordered[1:])
+                      if any(getattr(sample.rows[a], part) != getattr(sample.rows[b], part) for part in of)]
+        found[name] = np.array(pairs, int).reshape(-1, 2)
+    return found
+
+
+def _order(value: Any) -> tuple[float, str]:
+    return (float(value), "") if isinstance(value, int | float) else (0.0, str(value))
+
+
+def changes(sample: Sample, missed: Any) -> dict[str, Any]:
+    """Share of pairs whose measured ratio lies in the band of a turned knob, over all and by what was turned."""
+    table = as_table(sample.fitted())
+    base = np.log(seconds(sample.demand, table))
+    slopes = [(np.log(seconds(sample.demand, {**table, name: table[name] * math.exp(certainty.SMALL)})) - base) / certainty.SMALL
+              for name in table]
+    width = math.log1p(band(list(missed)))
+    inside, off = {}, []
+    for name, pairs in neighbours(sample).items():
+        a, b = pairs[:, 0], pairs[:, 1]
+        apart = sum((slope[a] - slope[b]) ** 2 for slope in slopes)
+        half = width * np.sqrt(certainty.ALIKE.get(name, certainty.ALIKE["other"]) ** 2 + certainty.APART**2 * apart)
+        off.append(abs(missed[a] - missed[b]) / half)
+        inside[name] = {"pairs": len(pairs), "coverage": float(np.mean(off[-1] <= 1))}
+    every = np.concatenate(off)
+    return {"pairs": len(every), "coverage": float(np.mean(every <= 1)), "by": inside}
 
 
 def errors(misses: Iterable[float]) -> dict[str, float]:
@@ -250,6 +292,9 @@ def main() -> None:
     first_missed = other_prompts(sample)
     result["first token"] = errors(first_missed)
     print(f"{'first token':22s} MAPE {result['first token']['mape']:.1%}  median {result['first token']['median']:.1%} (no target)")
+    result["a change"] = changes(sample, missed)
+    print(f"{'a change':22s} {result['a change']['pairs']} pairs, 80 % bands hold {result['a change']['coverage']:.1%}: "
+          + ", ".join(f"{name} {found['coverage']:.0%}" for name, found in result["a change"]["by"].items()))
     result["drift per year"] = drift(sample)
     print(f"fixed times shrank by {1 - math.exp(-result['drift per year']):.0%} a year")
     result["targets"] = {"mape": TARGETS, "coverage": COVERAGE, "met": met}

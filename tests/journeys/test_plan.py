@@ -72,7 +72,7 @@ def test_domains_stay_as_they_are_asked_for(ask: Ask) -> None:
 KEYS = {
     ".schema", ".phase", ".feasible", ".assumptions", ".goal", ".goal.metric", ".plan", ".plan.model", ".plan.cluster", ".plan.layout",
     ".plan.precision.experts", ".plan.metrics", ".plan.memory.needed.value", ".plan.memory.usable", ".limits", ".binding", ".knobs",
-    ".knobs[].knob", ".knobs[].direction", ".knobs[].goal_change", ".knobs[].costs", ".knobs[].contested", ".knobs[].keeps_limits",
+    ".knobs[].knob", ".knobs[].direction", ".knobs[].goal_change", ".knobs[].goal_change_band", ".hardware_worth_bands", ".knobs[].costs", ".knobs[].contested", ".knobs[].keeps_limits",
     ".first_knob", ".refusal", ".hardware_worth", ".record.title", ".weighed", ".seconds",
 }
 
@@ -83,7 +83,8 @@ def test_json_keeps_its_shape(ask: Ask) -> None:
     assert shape(found) >= KEYS
     speed = found["plan"]["metrics"]["speed"]
     assert set(speed) == {"value", "low", "high", "unit", "badge", "because"} and speed["low"] <= speed["value"] <= speed["high"]
-    assert {"metric", "bound", "unit", "value", "slack", "binds", "shadow_price", "next_bound", "next_gain"} == set(found["limits"][0])
+    assert {"metric", "bound", "unit", "value", "slack", "binds", "shadow_price", "shadow_price_band", "next_bound",
+            "next_gain"} == set(found["limits"][0])
     refused = json.loads(ask("--json", "--hardware", "h100:8", "--model", "k3-2.8t"))
     assert refused["plan"] is None and refused["refusal"]["because"] and shape(refused) >= {".refusal.remedies", ".refusal.nearest"}
 

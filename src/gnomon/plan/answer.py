@@ -3,18 +3,22 @@
 This is the planner's Python interface; the command line only adds words. Read next: `report.py`.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gnomon.model.config import ModelConfig
 from gnomon.plan import laws
 from gnomon.plan.calibration import Record, best_record
+from gnomon.plan.certainty import Doubt
 from gnomon.plan.choice import Choice
-from gnomon.plan.effects import Effect, effects, first_knob, hardware_worth
+from gnomon.plan.effects import Effect, Worth, effects, first_knob, hardware_worth
 from gnomon.plan.fit import Fit
 from gnomon.plan.knobs import KNOBS, Knob
 from gnomon.plan.outcome import LossLaw, Outcome, evaluate, parts
+from gnomon.plan.quantity import Estimate
 from gnomon.plan.solve import Evaluate, Plan, Room, solve
 from gnomon.plan.words import Question
 
@@ -31,7 +35,7 @@ class Answer:
     first: Effect | None
     record: Record
     seconds: float
-    hardware_worth: Mapping[str, float] = field(default_factory=dict)
+    hardware_worth: Mapping[str, Worth] = field(default_factory=dict)
 
     @property
     def question(self) -> Question:
@@ -59,12 +63,19 @@ def ask(question: Question, record: Record | None = None, knobs: Sequence[Knob] 
     """
     began = time.perf_counter()
     record = record or best_record(question.device)
-    cost = coster(record) if law is None else coster(record, lambda model, tokens: law.at(laws.sizes(model)[0], tokens))
-    plan = solve(question, cost)
-    found = effects(question, plan.best, cost, knobs) if plan.best is not None else []
-    worth = hardware_worth(question, plan.best, cost) if plan.best is not None else {}
+    loss = laws.loss if law is None else _fitted(law)
+    cost, doubt = coster(record, loss), Doubt(record=record, loss_law=loss)
+    plan = solve(question, cost, doubt)
+    found = effects(question, plan.best, cost, knobs, doubt) if plan.best is not None else []
+    worth = hardware_worth(question, plan.best, cost, doubt) if plan.best is not None else {}
     return Answer(plan=plan, effects=tuple(found), first=first_knob(found), record=record, seconds=time.perf_counter() - began,
                   hardware_worth=worth)
+
+
+def _fitted(law: Fit) -> LossLaw:
+    def loss(model: ModelConfig, tokens: float) -> Estimate:
+        return law.at(laws.sizes(model)[0], tokens)
+    return loss
 
 
 def as_dict(answer: Answer) -> dict[str, Any]:
@@ -77,7 +88,8 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         "plan": None if best is None else outcome_dict(best),
         "limits": [_room_dict(room) for room in answer.plan.rooms],
         "binding": answer.plan.binding.limit.metric.name if answer.plan.binding else None,
-        "hardware_worth": dict(answer.hardware_worth),
+        "hardware_worth": {name: worth.share for name, worth in answer.hardware_worth.items()},
+        "hardware_worth_bands": {name: _ends((worth.low, worth.high)) for name, worth in answer.hardware_worth.items()},
         "knobs": [_effect_dict(effect) for effect in answer.effects],
         "first_knob": _effect_dict(answer.first) if answer.first else None,
         "refusal": None if refusal is None else {
@@ -104,14 +116,21 @@ def outcome_dict(outcome: Outcome) -> dict[str, Any]:
 def _room_dict(room: Room) -> dict[str, Any]:
     found = room.limit.metric
     return {"metric": found.name, "bound": room.limit.bound, "unit": found.unit, "value": room.value, "slack": room.slack,
-            "binds": room.binds, "shadow_price": room.price, "next_bound": room.next_bound, "next_gain": room.next_gain}
+            "binds": room.binds, "shadow_price": room.price, "shadow_price_band": _ends(room.price_band),
+            "next_bound": room.next_bound, "next_gain": room.next_gain}
 
 
 def _effect_dict(effect: Effect) -> dict[str, Any]:
     return {
         "knob": effect.knob.name, "direction": "up" if effect.up else "down", "before": effect.before, "after": effect.after,
-        "costs": effect.knob.costs, "contested": effect.knob.contested, "goal_change": effect.change, "bill_change": effect.bill_change,
+        "costs": effect.knob.costs, "contested": effect.knob.contested, "goal_change": effect.change,
+        "goal_change_band": _ends(effect.band), "bill_change": effect.bill_change,
         "memory_change": effect.memory_change, "quality": effect.quality.as_dict() if effect.quality else None,
         "per_dollar": effect.per_dollar, "per_hour": effect.per_hour, "keeps_limits": effect.keeps_limits,
         "fits": effect.outcome is not None,
     }
+
+
+def _ends(band: tuple[float, float] | None) -> list[float | None] | None:
+    """A band for JSON, which has no infinity."""
+    return None if band is None else [end if math.isfinite(end) else None for end in band]

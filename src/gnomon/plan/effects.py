@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gnomon.errors import ConfigError
+from gnomon.plan.certainty import Doubt, Side
 from gnomon.plan.choice import Choice
 from gnomon.plan.goals import Goal, Metric
 from gnomon.plan.knobs import KNOBS, Knob
@@ -28,8 +29,9 @@ SIZE_AT_RELEASE = 20.0  # tokens per active parameter at which quality is compar
 class Effect:
     """One notch of a knob: how the goal changes (as a share, more is better), what is paid, what is needed, what quality is expected.
 
-    `quality` is the size of the dense model that is as good, after against before, by the published laws; none where they say nothing.
-    `per_dollar` is the gain of the goal per dollar more on the hourly bill, `per_hour` per hour more of the whole work.
+    `band` is the 80 % band of the change, where there is a `Doubt` to ask. `quality` is the size of the dense model that is as good, after
+    against before, by the published laws; none where they say nothing. `per_dollar` is the gain of the goal per dollar more on the hourly
+    bill, `per_hour` per hour more of the whole work.
     """
 
     knob: Knob
@@ -38,6 +40,7 @@ class Effect:
     after: str
     outcome: Outcome | None
     change: float | None
+    band: tuple[float, float] | None
     bill_change: float | None
     memory_change: float
     quality: Estimate | None
@@ -51,14 +54,24 @@ class Effect:
         return self.change is not None and self.keeps_limits and self.change >= WORTH and self.knob.costs != "another question"
 
 
-def effects(question: Question, best: Outcome, cost: Evaluate, knobs: Sequence[Knob] = KNOBS) -> list[Effect]:
-    """Every notch of every knob that turns, the largest effect on the watched metric first."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worth:
+    """What a tenth more of something gains, as a share, with its 80 % band."""
+
+    share: float
+    low: float
+    high: float
+
+
+def effects(question: Question, best: Outcome, cost: Evaluate, knobs: Sequence[Knob] = KNOBS, doubt: Doubt | None = None) -> list[Effect]:
+    """Every notch of every knob that turns, the largest effect on the watched metric first; with a `doubt` each has its band."""
     found = []
     for knob in knobs:
         for up in (True, False):
             turned = knob.turned(best.choice, up)
             if turned is not None:
-                found.append(_effect(question, best, (knob, up), turned, cost))
+                effect = _effect(question, best, (knob, up), turned, cost)
+                found.append(effect if doubt is None else replace(effect, band=_band(question, best, effect, doubt)))
     return sorted(found, key=lambda effect: -abs(effect.change or 0.0))
 
 
@@ -84,7 +97,7 @@ def first_knob(found: Sequence[Effect]) -> Effect | None:
     return None
 
 
-def hardware_worth(question: Question, best: Outcome, cost: Evaluate) -> dict[str, float]:
+def hardware_worth(question: Question, best: Outcome, cost: Evaluate, doubt: Doubt | None = None) -> dict[str, Worth]:
     """What a tenth more of each thing a device has would gain of the watched metric, as a share, all else as it is: its elasticities.
 
     The layout stays, so this is what the machine's walls are worth, not what a new plan on a better machine would reach.
@@ -103,8 +116,11 @@ def hardware_worth(question: Question, best: Outcome, cost: Evaluate) -> dict[st
         outcome = cost(replace(best.choice, cluster=replace(best.choice.cluster, device=improved)))
         settled = settle(outcome, question) if outcome.fits else None
         if settled is not None:
-            found[name] = gain(best, settled, watched) / abs(best.metrics[watched.metric.name].value)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            share = gain(best, settled, watched) / abs(best.metrics[watched.metric.name].value)
+            sides = _sides(question, best, settled)
+            low, high = (share, share) if doubt is None else doubt.band(*sides, watched.metric, local=True)
+            found[name] = Worth(share=share, low=min(low, share), high=max(high, share))
+    return dict(sorted(found.items(), key=lambda item: -item[1].share))
 
 
 def _per_dollar_first(effect: Effect) -> tuple[bool, float]:
@@ -123,11 +139,24 @@ def _effect(question: Question, best: Outcome, turn: tuple[Knob, bool], turned: 
     absolute = None if outcome is None else gain(best, outcome, watched)
     return Effect(
         knob=knob, up=up, before=knob.shown(best.choice), after=knob.shown(outcome.choice if outcome else turned), outcome=outcome,
-        change=change, bill_change=bill, memory_change=0.0 if outcome is None else outcome.memory.value - best.memory.value,
+        change=change, band=None, bill_change=bill, memory_change=0.0 if outcome is None else outcome.memory.value - best.memory.value,
         quality=_quality(best.choice, turned) if knob.changes == "model" else None,
         per_dollar=absolute / bill if absolute is not None and bill else None,
         per_hour=absolute / (hours / 3600) if absolute is not None and hours else None,
         keeps_limits=outcome is not None and all(keeps(outcome, limit) for limit in question.limits))
+
+
+def _sides(question: Question, best: Outcome, other: Outcome) -> tuple[Side, Side]:
+    return (best, lambda outcome: settle(outcome, question)), (other, lambda outcome: settle(outcome, question))
+
+
+def _band(question: Question, best: Outcome, effect: Effect, doubt: Doubt) -> tuple[float, float] | None:
+    if effect.outcome is None or effect.change is None:
+        return None
+    if not effect.change:
+        return 0.0, 0.0
+    low, high = doubt.band(*_sides(question, best, effect.outcome), watched_metric(question))
+    return min(low, effect.change), max(high, effect.change)
 
 
 def _costed(question: Question, knob: Knob, turned: Choice, cost: Evaluate) -> Outcome | None:

@@ -3,6 +3,7 @@
 Read next: `page.py` for the same with pictures.
 """
 
+import math
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
@@ -125,7 +126,8 @@ def stops(answer: Answer) -> Group:
         whole = sum(phase.value for phase in best.phases.values())
         shares = ", ".join(f"{name} {phase.value / whole:.0%}" for name, phase in sorted(best.phases.items(), key=lambda i: -i[1].value))
         lines.append(Text.assemble("  iteration: ", (max(best.phases, key=lambda name: best.phases[name].value), "bold"), f" ({shares})"))
-    gains = ", ".join(f"{name} by {share:.1%}" for name, share in answer.hardware_worth.items() if share >= LEAST_WORTH)
+    gains = ", ".join(f"{name} by {worth.share:.1%} ({ends(worth.low, worth.high)})"
+                      for name, worth in answer.hardware_worth.items() if worth.share >= LEAST_WORTH)
     if gains:
         lines.append(Text(f"  a tenth more of the device's betters {watched_metric(answer.question).name}: {gains}"))
     lines += [Text(f"  {note}") for note in best.notes]
@@ -151,7 +153,8 @@ def limits(rooms: Iterable[Room], answer: Answer) -> Table:
         buys = "nothing"
         if room.binds:
             per, name = (3600, "h") if unit == "s" else (1, unit or "device")
-            buys = f"{room.price * per:.3g} {goal.unit} per {name}"
+            band = "" if room.price_band is None else f" ({per * room.price_band[0]:.2g} to {per * room.price_band[1]:.2g})"
+            buys = f"{room.price * per:.3g}{band} {goal.unit} per {name}"
         elif room.next_bound is not None:
             buys = f"nothing until {written(room.next_bound, unit)}, then {written(room.next_gain, goal.unit)} better"
         table.add_row(room.limit.metric.name, written(room.limit.bound, unit), written(room.value, unit), f"{abs(room.slack):.0%}", buys)
@@ -173,11 +176,25 @@ def knob_table(effects: Iterable[Effect], answer: Answer) -> Table:
         style = "green" if effect.counts else "red" if (effect.change or 0) < 0 else ""
         contested = " ?" if effect.knob.contested else ""
         table.add_row(
-            effect.knob.name + contested, f"{effect.before} → {effect.after}", Text(f"{effect.change:+.1%}", style=style),
+            effect.knob.name + contested, f"{effect.before} → {effect.after}",
+            Text(f"{effect.change:+.1%}{change_band(effect)}", style=style, no_wrap=True),
             f"{effect.bill_change:+.2f}" if effect.bill_change else "", _signed_bytes(effect.memory_change),
             f"x {effect.quality.value:.2f}" if effect.quality else "",
             WORDS[effect.knob.costs] + ("" if effect.keeps_limits else "; breaks a limit"))
     return table
+
+
+def change_band(effect: Effect) -> str:
+    """The band of a change, in percent and in brackets; nothing where it has none or is exact."""
+    if effect.band is None or effect.band[0] == effect.band[1]:
+        return ""
+    return f" ({ends(*effect.band)})"
+
+
+def ends(low: float, high: float) -> str:
+    """Two shares in percent, without the sign: `+9 to +49`; with a decimal where they are small."""
+    digits = 0 if max(abs(low), abs(high)) >= 0.1 else 1
+    return " to ".join("any" if math.isinf(share) else f"{100 * share:+.{digits}f}" for share in (low, high))
 
 
 def first_line(answer: Answer) -> Text:
@@ -187,6 +204,7 @@ def first_line(answer: Answer) -> Text:
     if first is None:
         return Text.assemble(("turn first: ", "bold"), "no single knob gains 3 % within the limits")
     worth = f"{(first.change or 0) * (1 if goal.more_is_better else -1):+.0%} {goal.title}"
+    worth += change_band(first).replace("(", "(better by ").replace(")", " %)")
     paid = f"costs {WORDS[first.knob.costs]}"
     if first.knob.costs == "money" and first.bill_change:
         paid = f"{'+' if first.bill_change > 0 else '-'}${abs(first.bill_change):,.2f} per hour"
@@ -199,7 +217,8 @@ def sureness(answer: Answer) -> str:
     """What the figures rest on."""
     record = answer.record
     asked = f"{len(answer.plan.weighed):,} choices weighed in {answer.seconds:.2f} s"
-    return f"record: {record.title}, {record.date}; {asked}; `?` marks knobs whose effect on quality is contested"
+    return (f"record: {record.title}, {record.date}; {asked}; bands hold 80 %; `?` marks knobs whose effect on quality "
+            "is contested")
 
 
 def _refused(refusal: Refusal | None, answer: Answer) -> list[RenderableType]:

@@ -7,10 +7,11 @@ solving again. Where tokens are free, time and money buy tokens and tokens buy l
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from gnomon.errors import CapacityError, ConfigError
 from gnomon.model.config import ModelConfig
+from gnomon.plan.certainty import Doubt
 from gnomon.plan.choice import Choice
 from gnomon.plan.goals import Goal, Limit
 from gnomon.plan.inventory import ByValue
@@ -38,8 +39,8 @@ SHORTEST_RUN, LONGEST_RUN = 1e5, 1e16  # tokens between which a loss is sought
 class Room:
     """A limit beside what the plan reaches: slack as a share of the bound, and what relaxing the limit buys.
 
-    `price` is the gain of the goal per unit of the limit at the bound (0: it does not bind); `next_bound` is the first bound at which a
-    different plan becomes the best, and `next_gain` what that plan gains.
+    `price` is the gain of the goal per unit of the limit at the bound (0: it does not bind), with its 80 % band; `next_bound` is the first
+    bound at which a different plan becomes the best, and `next_gain` what that plan gains.
     """
 
     limit: Limit
@@ -48,6 +49,7 @@ class Room:
     price: float
     next_bound: float | None = None
     next_gain: float = 0.0
+    price_band: tuple[float, float] | None = None
 
     @property
     def binds(self) -> bool:
@@ -81,13 +83,16 @@ class Plan:
         return min(binding, key=lambda room: room.slack) if binding else None
 
 
-def solve(question: Question, cost: Evaluate) -> Plan:
-    """Answer a question. `cost` gives the outcome of one choice. Raises `ConfigError` for a question that no layout could serve."""
+def solve(question: Question, cost: Evaluate, doubt: Doubt | None = None) -> Plan:
+    """Answer a question. `cost` gives the outcome of one choice; with a `doubt` prices have bands.
+
+    Raises `ConfigError` for a question that no layout could serve.
+    """
     weighed = _weigh(question, cost)
     best = pick(weighed, question)
     if best is None:
         return Plan(question=question, best=None, rooms=(), weighed=tuple(weighed), refusal=_refuse(question, weighed, cost))
-    return Plan(question=question, best=best, rooms=rooms(weighed, question, best), weighed=tuple(weighed))
+    return Plan(question=question, best=best, rooms=rooms(weighed, question, best, doubt), weighed=tuple(weighed))
 
 
 def pick(weighed: Sequence[Outcome], question: Question) -> Outcome | None:
@@ -221,29 +226,38 @@ def _largest(question: Question) -> float:
     return max(4 * SMALLEST, memory / 2)
 
 
-def rooms(weighed: Sequence[Outcome], question: Question, best: Outcome) -> tuple[Room, ...]:
+def rooms(weighed: Sequence[Outcome], question: Question, best: Outcome, doubt: Doubt | None = None) -> tuple[Room, ...]:
     """The room at each limit, tightest first."""
     found = []
     for limit in question.limits:
         value = best.metrics[limit.metric.name].value
-        price, next_bound, next_gain = shadow_price(weighed, question, best, limit)
-        found.append(Room(limit=limit, value=value, slack=limit.slack(value), price=price, next_bound=next_bound, next_gain=next_gain))
+        eased = _eased(question, limit, NUDGE)
+        near = pick(weighed, eased)
+        unit = NUDGE * limit.bound
+        price = 0.0 if near is None else max(0.0, gain(best, near, question.goal)) / unit
+        band = None
+        if doubt is not None and near is not None and price > 0:
+            sides = (best, partial(settle, question=question)), (near, partial(settle, question=eased))
+            ends = doubt.band(*sides, question.goal.metric, local=near.choice == best.choice)
+            scale = abs(best.metrics[question.goal.metric.name].value) / unit
+            band = min(price, ends[0] * scale), max(price, ends[1] * scale)
+        next_bound, next_gain = _next(weighed, question, best, limit)
+        found.append(Room(limit=limit, value=value, slack=limit.slack(value), price=price, next_bound=next_bound, next_gain=next_gain,
+                          price_band=band))
     return tuple(sorted(found, key=lambda room: (not room.binds, room.slack)))
 
 
-def shadow_price(weighed: Sequence[Outcome], question: Question, best: Outcome, limit: Limit) -> tuple[float, float | None, float]:
-    """What a unit more of a limit gains at the bound; and the bound at which the next better plan comes in, with its gain."""
-    def without(changed: Limit) -> Question:
-        return replace(question, limits=tuple(changed if other is limit else other for other in question.limits))
+def _eased(question: Question, limit: Limit, share: float) -> Question:
+    return replace(question, limits=tuple(limit.relaxed(share) if other is limit else other for other in question.limits))
 
-    near = pick(weighed, without(limit.relaxed(NUDGE)))
-    price = 0.0 if near is None else max(0.0, gain(best, near, question.goal)) / (NUDGE * limit.bound)
+
+def _next(weighed: Sequence[Outcome], question: Question, best: Outcome, limit: Limit) -> tuple[float | None, float]:
+    """The bound at which the next better plan comes in, and its gain."""
     for share in (0.1, 0.25, 0.5, 0.9) if limit.metric.more_is_better else (0.1, 0.25, 0.5, 1.0, 3.0, 9.0):
-        after = pick(weighed, without(limit.relaxed(share)))
+        after = pick(weighed, _eased(question, limit, share))
         if after is not None and after.choice != best.choice and gain(best, after, question.goal) > 0:
-            reached = after.metrics[limit.metric.name].value
-            return price, reached, gain(best, after, question.goal)
-    return price, None, 0.0
+            return after.metrics[limit.metric.name].value, gain(best, after, question.goal)
+    return None, 0.0
 
 
 def _refuse(question: Question, weighed: Sequence[Outcome], cost: Evaluate) -> Refusal:
