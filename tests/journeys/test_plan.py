@@ -72,7 +72,8 @@ def test_domains_stay_as_they_are_asked_for(ask: Ask) -> None:
 KEYS = {
     ".schema", ".phase", ".feasible", ".assumptions", ".goal", ".goal.metric", ".plan", ".plan.model", ".plan.cluster", ".plan.layout",
     ".plan.precision.experts", ".plan.metrics", ".plan.memory.needed.value", ".plan.memory.usable", ".limits", ".binding", ".knobs",
-    ".knobs[].knob", ".knobs[].direction", ".knobs[].goal_change", ".knobs[].goal_change_band", ".hardware_worth_bands", ".knobs[].costs", ".knobs[].contested", ".knobs[].keeps_limits",
+    ".knobs[].knob", ".knobs[].direction", ".knobs[].goal_change", ".knobs[].goal_change_band", ".hardware_worth_bands",
+    ".knobs[].costs", ".knobs[].contested", ".knobs[].keeps_limits",
     ".first_knob", ".refusal", ".hardware_worth", ".record.title", ".weighed", ".seconds",
 }
 
