@@ -1,4 +1,4 @@
-"""A checkpoint of ours behind transformers' Auto classes, whose library has no K3 model, so that programs of that world run on it unchanged.
+"""A checkpoint behind transformers' Auto classes, whose library has no K3 model, so that programs of that world run on it unchanged.
 
     python -m gnomon.model.auto lm_eval --model hf --model_args pretrained=CHECKPOINT --tasks …
 
@@ -10,7 +10,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,12 @@ class KimiK3ForCausalLM(PreTrainedModel, GenerationMixin):
         self.network = Transformer(to_model_config(config.to_dict())).initialise() if network is None else network
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *_: Any, **options: Any) -> Self:
+    def from_pretrained(cls, *args: Any, **options: Any) -> Self:
         """Read a folder in the released layout. `dtype` (default: as stored) and `device_map` with one device are honoured.
 
         Raises `ConfigError` for an option that this model cannot honour, `CheckpointError` for a folder that does not hold the model.
         """
+        folder: str | Path = args[0] if args else options.pop("pretrained_model_name_or_path")
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         place = options.pop("device_map", None)
         foreign = sorted(name for name, value in options.items() if name not in HARMLESS and value not in (None, False))
@@ -71,13 +72,13 @@ class KimiK3ForCausalLM(PreTrainedModel, GenerationMixin):
             raise ConfigError(f"'{foreign[0]}' is not for checkpoints of this kind; leave it out")
         device = next(iter(place.values())) if isinstance(place, dict) else "cpu" if place in (None, "auto") else place
         kind = None if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        network = load_pretrained(pretrained_model_name_or_path, dtype=kind, device=device)
-        config = options.get("config") or KimiK3Config.from_pretrained(pretrained_model_name_or_path)
+        network = load_pretrained(folder, dtype=kind, device=device)
+        config = options.get("config") or KimiK3Config.from_pretrained(folder)
         return cls(config, network).eval()
 
-    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
         """Write the released layout; the tokenizer is its owner's to save."""
-        save_pretrained(self.network, save_directory)
+        save_pretrained(self.network, args[0] if args else options["save_directory"])
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -102,7 +103,7 @@ class KimiK3ForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits [B, T, V], zeros where the mask is zero; with `labels` the mean loss of the tokens that follow (−100: not learnt)."""
         if cache is not None:
             pieces = [self.network(row[None, -1:], states=states)[0] for row, states in zip(input_ids, cache.states, strict=True)]
-            return CausalLMOutputWithPast(logits=torch.stack(pieces), cache=cache)
+            return CausalLMOutputWithPast(logits=torch.stack(pieces), cache=cast(Any, cache))
         kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         kept = kept.bool()
         states = [self.network.new_states() for _ in input_ids] if use_cache else None
@@ -114,7 +115,7 @@ class KimiK3ForCausalLM(PreTrainedModel, GenerationMixin):
         logits = pad_sequence(rows, batch_first=True)
         logits = logits[:, -logits_to_keep:] if logits_to_keep else logits
         loss = None if labels is None else functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=None if states is None else Rows(states))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=cast(Any, None if states is None else Rows(states)))
 
 
 def register() -> None:
