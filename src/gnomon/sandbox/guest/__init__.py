@@ -1,0 +1,1 @@
+"""The agent inside machines with a kernel of their own (gVisor, a microVM), and the host's end of its channel."""

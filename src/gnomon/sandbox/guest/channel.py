@@ -1,0 +1,394 @@
+"""The host's end of the channel to the agent inside: framed, multiplexed, bounded, and never trusting what comes back.
+
+A frame is two big-endian 32-bit lengths, a JSON header and raw bytes. Requests carry an `id` that their replies and events repeat. Output
+of a background program is sent only as far as the host has granted credit, so that nothing piles up when nobody reads. Across a checkpoint
+the channel object stays and gets new file descriptors: `hold` drains it, `reconnect` and `go` open it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal, cast
+
+from gnomon.errors import SandboxError, SandboxLost, SandboxTimeout
+from gnomon.sandbox.sandbox import Chunk, Command, FileEvent, Result
+
+FRAME = struct.Struct(">II")
+MAX_HEADER = 1 << 18
+MAX_PAYLOAD = 1 << 20
+CREDIT = 1 << 18
+KILL_SECONDS = 5.0
+
+
+class GuestProcess:
+    """A program inside that was started in the background; see `gnomon.sandbox.sandbox.Process`."""
+
+    def __init__(self, guest: Guest, key: int, command: Command, *, credit: bool) -> None:
+        self.guest, self.key, self.command = guest, key, command
+        self.id = 0
+        self.credit = credit
+        self.chunks: deque[Chunk] = deque()
+        self.waiting_bytes = 0
+        self.kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self.changed = asyncio.Event()
+        self.taken = asyncio.Event()
+        self.code: int | None = None
+        self.lost: Exception | None = None
+        self.truncated = False
+        self.began = time.monotonic()
+        self.ended = 0.0
+
+    def event(self, header: dict[str, Any], payload: bytes) -> None:
+        """What the agent says about it."""
+        kind = header.get("ev")
+        if kind == "out":
+            stream: Literal["stdout", "stderr"] = "stderr" if header.get("stream") == "stderr" else "stdout"
+            self.waiting_bytes += len(payload)
+            if self.waiting_bytes > max(CREDIT, self.command.max_output_bytes) + MAX_PAYLOAD:
+                raise ValueError("output that nobody asked for")
+            if self.chunks and self.chunks[-1].stream == stream and len(self.chunks[-1].data) < 4096:
+                payload = self.chunks.pop().data + payload
+            self.chunks.append(Chunk(stream=stream, data=payload))
+        elif kind == "exit":
+            code = header.get("code")
+            self.code = code if isinstance(code, int) and -128 <= code <= 255 else 255
+            self.truncated = self.truncated or bool(header.get("truncated"))
+            self.ended = time.monotonic()
+        elif kind == "took":
+            self.taken.set()
+        self.changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """The machine is gone."""
+        self.lost = error
+        self.changed.set()
+        self.taken.set()
+
+    async def output(self) -> AsyncIterator[Chunk]:
+        """Output as it comes, until the program ends."""
+        while True:
+            while self.chunks:
+                chunk = self.chunks.popleft()
+                self.waiting_bytes -= len(chunk.data)
+                if self.credit and self.code is None and self.lost is None:
+                    await self.guest.tell({"op": "more", "id": self.key, "bytes": len(chunk.data)})
+                yield chunk
+            if self.code is not None:
+                return
+            if self.lost is not None:
+                raise self.lost
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def wait(self) -> Result:
+        """Its end, with the output that nobody took, up to the command's limit."""
+        async for chunk in self.output():
+            part = chunk.data[: self.command.max_output_bytes - sum(map(len, self.kept.values()))]
+            self.kept[chunk.stream] += part
+            self.truncated = self.truncated or len(part) < len(chunk.data)
+        assert self.code is not None
+        return Result(
+            code=self.code,
+            stdout=bytes(self.kept["stdout"]),
+            stderr=bytes(self.kept["stderr"]),
+            truncated=self.truncated,
+            seconds=self.ended - self.began,
+        )
+
+    async def write(self, data: bytes) -> None:
+        """Bytes for its standard input; returns when the program's pipe has them."""
+        view = memoryview(data)
+        while view and self.code is None:
+            await self._feed(bytes(view[:CREDIT]), eof=False)
+            view = view[CREDIT:]
+
+    async def close_stdin(self) -> None:
+        """End of its standard input."""
+        if self.code is None:
+            await self._feed(b"", eof=True)
+
+    async def _feed(self, data: bytes, *, eof: bool) -> None:
+        self.taken.clear()
+        await self.guest.call({"op": "stdin", "child": self.key, "eof": eof}, data)
+        ended = asyncio.ensure_future(self._ended())
+        taken = asyncio.ensure_future(self.taken.wait())
+        try:
+            await asyncio.wait({ended, taken}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiter in (ended, taken):
+                waiter.cancel()
+        if self.lost is not None:
+            raise self.lost
+
+    async def _ended(self) -> None:
+        while self.code is None and self.lost is None:
+            await asyncio.sleep(0.05)
+
+    async def kill(self, signal: int = 9) -> None:
+        """Send a signal to the program and all that it started in its session."""
+        if self.code is None:
+            await self.guest.call({"op": "signal", "child": self.key, "signal": int(signal)})
+
+
+class Guest:
+    """One agent: requests and their answers, programs, watches. Create it inside a running event loop."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.keys = itertools.count(1)
+        self.replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.parts: dict[int, Callable[[bytes], None]] = {}
+        self.processes: dict[int, GuestProcess] = {}
+        self.watchers: dict[int, asyncio.Queue[FileEvent | None]] = {}
+        self.lost: SandboxLost | None = None
+        self.reader: asyncio.StreamReader | None = None
+        self.writer: asyncio.WriteTransport | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.open = asyncio.Event()
+        self.drained = asyncio.Event()
+        self.lock = asyncio.Lock()
+        self.parting = False
+        self.on_lost: Callable[[], None] = lambda: None
+
+    async def connect(self, source: int, sink: int) -> None:
+        """Speak through these file descriptors, which become the channel's own; it opens with `go`."""
+        loop = asyncio.get_running_loop()
+        for handle in (source, sink):
+            os.set_blocking(handle, False)
+        self.reader = asyncio.StreamReader(limit=2 * MAX_PAYLOAD)
+        protocol = asyncio.StreamReaderProtocol(self.reader)
+        reading, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(source, "rb", 0))
+        flow = _Flow(self.drained)
+        self.drained.set()
+        self.writer, _ = await loop.connect_write_pipe(lambda: flow, os.fdopen(sink, "wb", 0))
+        self.lost, self.parting = None, False
+        self.task = asyncio.create_task(self._read(self.reader, reading))
+
+    async def disconnect(self) -> None:
+        """Let go of the file descriptors; programs and watches stay known."""
+        self.open.clear()
+        task, self.task = self.task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        writer, self.writer = self.writer, None
+        if writer is not None and not writer.is_closing():
+            writer.abort()
+
+    def end(self, why: str) -> None:
+        """The machine has gone: whoever waits is told."""
+        if self.lost is not None:
+            return
+        self.lost = SandboxLost(f"sandbox {self.name}: {why}")
+        for future in self.replies.values():
+            if not future.done():
+                future.set_exception(self.lost)
+                future.exception()
+        for process in self.processes.values():
+            process.fail(self.lost)
+        for queue in self.watchers.values():
+            queue.put_nowait(None)
+        self.replies.clear()
+        self.open.set()
+        self.drained.set()
+        self.on_lost()
+
+    async def _read(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport) -> None:
+        why = "it ended"
+        try:
+            while True:
+                head, body = FRAME.unpack(await reader.readexactly(FRAME.size))
+                if head > MAX_HEADER or body > MAX_PAYLOAD:
+                    raise ValueError("a frame beyond its bounds")
+                header = json.loads(await reader.readexactly(head))
+                payload = await reader.readexactly(body)
+                if not isinstance(header, dict):
+                    raise ValueError("a header that is no object")
+                self._take(header, payload)
+        except asyncio.CancelledError:
+            return
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except (ValueError, RecursionError) as error:
+            why = f"its agent sent what it must not: {error}"
+        finally:
+            transport.close()
+        if not self.parting:
+            self.end(why)
+
+    def _take(self, header: dict[str, Any], payload: bytes) -> None:
+        key, kind = header.get("id"), header.get("ev")
+        if not isinstance(key, int):
+            return
+        if kind in ("reply", "error"):
+            self.parts.pop(key, None)
+            future = self.replies.pop(key, None)
+            if future is None or future.done():
+                return
+            if kind == "reply":
+                future.set_result(header)
+            else:
+                future.set_exception(SandboxError(f"sandbox {self.name}: {str(header.get('error'))[:2000]}"))
+        elif kind == "part" and key in self.parts:
+            self.parts[key](payload)
+        elif kind == "change" and key in self.watchers:
+            if header.get("kind") in ("create", "write", "remove", "rename", "chmod"):
+                event = FileEvent(path=str(header.get("path")), kind=header["kind"])
+                with contextlib.suppress(asyncio.QueueFull):
+                    self.watchers[key].put_nowait(event)
+        elif kind in ("out", "exit", "took") and key in self.processes:
+            self.processes[key].event(header, payload)
+            if kind == "exit":
+                del self.processes[key]
+
+    async def tell(self, header: dict[str, Any], payload: bytes = b"", *, gate: bool = True) -> None:
+        """Send one frame, waiting until the channel is open and the agent takes it."""
+        head = json.dumps(header).encode()
+        if len(head) > MAX_HEADER or len(payload) > MAX_PAYLOAD:
+            raise SandboxError(f"sandbox {self.name}: a request of {len(head)} + {len(payload)} bytes is too large")
+        while gate and not self.open.is_set():
+            await self.open.wait()
+        await self.drained.wait()
+        if self.lost is not None or self.writer is None:
+            raise self.lost or SandboxLost(f"sandbox {self.name}: not connected")
+        self.writer.write(FRAME.pack(len(head), len(payload)) + head + payload)
+
+    async def call(
+        self,
+        header: dict[str, Any],
+        payload: bytes = b"",
+        *,
+        part: Callable[[bytes], None] | None = None,
+        seconds: float = 60.0,
+        gate: bool = True,
+    ) -> dict[str, Any]:
+        """One request and its answer. Raises `SandboxError` with the agent's reason, `SandboxTimeout` when none comes in time."""
+        key = header["id"] if "id" in header else next(self.keys)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.replies[key] = future
+        if part is not None:
+            self.parts[key] = part
+        try:
+            async with asyncio.timeout(seconds):
+                await self.tell({**header, "id": key}, payload, gate=gate)
+                return await future
+        except TimeoutError:
+            raise SandboxTimeout(f"sandbox {self.name}: no answer to {header['op']} within {seconds:g} s") from None
+        finally:
+            self.replies.pop(key, None)
+            self.parts.pop(key, None)
+
+    async def start(self, command: Command, defaults: tuple[str, str], *, stdin: bool, limit: int | None = None) -> GuestProcess:
+        """Start a program; `defaults` are the folder and user where the command names none. `limit` bytes of output come unasked."""
+        key = next(self.keys)
+        process = GuestProcess(self, key, command, credit=limit is None)
+        self.processes[key] = process
+        header = {
+            "op": "start",
+            "id": key,
+            "argv": list(command.argv),
+            "env": dict(command.env),
+            "cwd": command.cwd or defaults[0],
+            "user": command.user or defaults[1],
+            "stdin": stdin,
+            "limit": limit,
+            "credit": CREDIT if limit is None else None,
+        }
+        try:
+            process.id = int((await self.call(header)).get("pid", 0))
+        except BaseException:
+            self.processes.pop(key, None)
+            raise
+        return process
+
+    async def run(self, command: Command, defaults: tuple[str, str]) -> Result:
+        """Run a program to its end, or to its timeout: then it and its session are killed."""
+        process = await self.start(command, defaults, stdin=command.stdin is not None, limit=command.max_output_bytes)
+        feeding = asyncio.create_task(_feed(process, command.stdin)) if command.stdin is not None else None
+        timed_out = False
+        try:
+            try:
+                async with asyncio.timeout(command.timeout_seconds):
+                    result = await process.wait()
+            except TimeoutError:
+                timed_out = True
+                await process.kill()
+                async with asyncio.timeout(KILL_SECONDS):
+                    result = await process.wait()
+        except TimeoutError:
+            self.processes.pop(process.key, None)
+            raise SandboxTimeout(f"sandbox {self.name}: {command.argv[0]} does not die") from None
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxError):
+                await process.kill()
+            raise
+        finally:
+            if feeding is not None:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
+        return Result(
+            code=result.code,
+            stdout=result.stdout,
+            stderr=result.stderr,
+            timed_out=timed_out,
+            truncated=result.truncated,
+            seconds=result.seconds,
+        )
+
+    async def hold(self, *, stop: bool = False) -> None:
+        """Make the agent write nothing more: when this returns, nothing is on its way in either direction."""
+        self.open.clear()
+        await self.call({"op": "hold", "stop": stop}, gate=False)
+
+    async def go(self, **identity: object) -> dict[str, Any]:
+        """Open the channel, with the machine's new identity where it has one."""
+        answer = await self.call(cast("dict[str, Any]", {"op": "go", **identity}), gate=False, seconds=30.0)
+        self.open.set()
+        return answer
+
+    async def watch(self, path: str, *, recursive: bool) -> AsyncIterator[FileEvent]:
+        """Changes below a directory; ends with the machine."""
+        key = next(self.keys)
+        queue: asyncio.Queue[FileEvent | None] = asyncio.Queue(maxsize=4096)
+        self.watchers[key] = queue
+        try:
+            await self.call({"op": "watch", "id": key, "path": path, "recursive": recursive})
+            while (event := await queue.get()) is not None:
+                yield event
+        finally:
+            self.watchers.pop(key, None)
+            if self.lost is None and self.open.is_set():
+                with contextlib.suppress(SandboxError):
+                    await self.call({"op": "unwatch", "watch": key}, seconds=5.0)
+
+
+class _Flow(asyncio.BaseProtocol):
+    """Says whether the write pipe has room."""
+
+    def __init__(self, drained: asyncio.Event) -> None:
+        self.drained = drained
+
+    def pause_writing(self) -> None:
+        self.drained.clear()
+
+    def resume_writing(self) -> None:
+        self.drained.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.drained.set()
+
+
+async def _feed(process: GuestProcess, data: bytes) -> None:
+    with contextlib.suppress(SandboxError):
+        await process.write(data)
+        await process.close_stdin()
+
+

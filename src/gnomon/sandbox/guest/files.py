@@ -1,0 +1,152 @@
+"""File calls over a `Guest`: whole files in pieces, folders up and down. What the agent says about paths is checked, not believed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, cast
+
+from gnomon.errors import SandboxError
+from gnomon.sandbox.guest.channel import Guest
+from gnomon.sandbox.sandbox import FileInfo
+
+PIECE = 1 << 18
+MAX_ENTRIES = 200_000
+_UPLOADS = itertools.count(1)
+
+
+async def read(guest: Guest, path: str, max_bytes: int) -> bytes:
+    """The content of a regular file of at most `max_bytes`."""
+    kept = bytearray()
+
+    def take(piece: bytes) -> None:
+        if len(kept) + len(piece) > max_bytes:
+            raise ValueError("a file beyond its bound")
+        kept.extend(piece)
+
+    await guest.call({"op": "read", "path": _absolute(path), "max": max_bytes}, part=take)
+    return bytes(kept)
+
+
+async def write(guest: Guest, path: str, data: bytes, mode: int | None) -> None:
+    """Make or replace a file: it appears whole or not at all."""
+    number = next(_UPLOADS)
+    view = memoryview(data)
+    while True:
+        piece, view = view[:PIECE], view[PIECE:]
+        header = {"op": "write", "file": number, "path": _absolute(path), "mode": mode, "last": not view}
+        await guest.call(header, bytes(piece))
+        if not view:
+            return
+
+
+async def listing(guest: Guest, path: str, depth: int) -> Sequence[FileInfo]:
+    """What a directory holds, sorted by path."""
+    found: list[FileInfo] = []
+
+    def take(piece: bytes) -> None:
+        if len(found) < MAX_ENTRIES:
+            found.extend(_info(row) for row in json.loads(piece))
+
+    await guest.call({"op": "list", "path": _absolute(path), "depth": depth}, part=take)
+    return sorted(found, key=lambda info: info.path)
+
+
+def _info(row: Any) -> FileInfo:
+    path, kind, size, mode, modified, target = row
+    if kind not in ("file", "directory", "symlink", "other"):
+        raise ValueError("an entry of no known kind")
+    known = cast("Literal['file', 'directory', 'symlink', 'other']", kind)
+    link = None if target is None else str(target)
+    return FileInfo(path=str(path), kind=known, size=int(size), mode=int(mode), modified_seconds=float(modified), target=link)
+
+
+async def remove(guest: Guest, path: str) -> None:
+    """Remove a file, or a directory and all below it."""
+    await guest.call({"op": "remove", "path": _absolute(path)})
+
+
+async def upload(guest: Guest, source: Path, path: str) -> None:
+    """Copy a file or folder of the host in; links of the host are followed only if they are `source` itself."""
+    if source.is_file():
+        await _upload_file(guest, source, path)
+        return
+    if not source.is_dir():
+        raise SandboxError(f"{source} is neither a file nor a folder: nothing to upload")
+    for folder, _, names in os.walk(source):
+        below = Path(folder).relative_to(source).as_posix()
+        await guest.call({"op": "mkdir", "path": _absolute(str(PurePosixPath(path) / below))})
+        for name in sorted(names):
+            if not (Path(folder) / name).is_symlink():
+                await _upload_file(guest, Path(folder) / name, str(PurePosixPath(path) / below / name))
+
+
+async def _upload_file(guest: Guest, source: Path, path: str) -> None:
+    number = next(_UPLOADS)
+    with source.open("rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        piece = file.read(PIECE)
+        while True:
+            following = file.read(PIECE)
+            header = {"op": "write", "file": number, "path": _absolute(path), "mode": mode, "last": not following}
+            await guest.call(header, piece)
+            if not following:
+                return
+            piece = following
+
+
+async def download(guest: Guest, path: str, target: Path, max_bytes: int = 1 << 34) -> None:
+    """Copy a file or folder out. Folders and files come first and links last, so that no link is ever written through."""
+    try:
+        entries = await listing(guest, path, 64)
+    except SandboxError:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        await _download_file(guest, path, target, 0o644, max_bytes)
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    links: list[tuple[Path, str]] = []
+    for entry in entries:
+        place = _below(target, path, entry.path)
+        if entry.kind == "directory":
+            place.mkdir(exist_ok=True)
+        elif entry.kind == "file":
+            await _download_file(guest, entry.path, place, entry.mode & 0o777, max_bytes)
+        elif entry.kind == "symlink" and entry.target is not None:
+            links.append((place, entry.target))
+    for place, content in links:
+        with contextlib.suppress(FileExistsError):
+            place.symlink_to(content)
+
+
+def _below(target: Path, root: str, path: str) -> Path:
+    """Where an entry belongs, refusing every path that is not plainly below the root that was asked for."""
+    parts = PurePosixPath(path).parts
+    prefix = PurePosixPath(root).parts
+    below = parts[len(prefix) :]
+    if parts[: len(prefix)] != prefix or not below or ".." in below or "\0" in path:
+        raise SandboxError(f"the sandbox named {path!r} as an entry of {root!r}")
+    return target.joinpath(*below)
+
+
+async def _download_file(guest: Guest, path: str, target: Path, mode: int, max_bytes: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(target, flags, mode & 0o777)
+    with os.fdopen(handle, "wb") as file:
+
+        def take(piece: bytes) -> None:
+            if file.tell() + len(piece) > max_bytes:
+                raise ValueError("a file beyond its bound")
+            file.write(piece)
+
+        await guest.call({"op": "read", "path": _absolute(path), "max": max_bytes}, part=take, seconds=600.0)
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or "\0" in path:
+        raise SandboxError(f"{path!r} is not an absolute path inside the sandbox")
+    return path

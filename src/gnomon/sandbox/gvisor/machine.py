@@ -1,0 +1,330 @@
+"""One gVisor sandbox: an agent as process 1 under `runsc`, paused, kept on disk, and copied by checkpoint and restore.
+
+A checkpoint takes everything (processes, memory, files, which live in an overlay in memory) and ends the instance; going on is a restore
+like any other. So snapshot and fork are one checkpoint and one restore for the sandbox itself, and one more for each child. Before it the
+agent is told to `hold`: then nothing is on its way, and background programs, their output and their input survive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+from gnomon.errors import SandboxError, SandboxLost, Unsupported
+from gnomon.sandbox.guest import files
+from gnomon.sandbox.guest.channel import Guest, GuestProcess
+from gnomon.sandbox.gvisor import account
+from gnomon.sandbox.gvisor.runsc import Runsc
+from gnomon.sandbox.sandbox import MEGABYTE, Command, FileEvent, FileInfo, Network, PauseLevel, Result, Snapshot, Spec, Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a sandbox lives: its folder (bundle, state, checkpoints) and the control groups that hold its host processes."""
+
+    folder: Path
+    groups: tuple[Path, ...] = ()
+
+
+class Home(Protocol):
+    """What a machine asks of the backend that made it."""
+
+    @property
+    def runsc(self) -> Runsc:
+        """The program that runs it."""
+        ...
+
+    async def sibling(self, parent: Machine, spec: Spec) -> Machine:
+        """A new machine like `parent`, recorded and with a bundle, not started."""
+        ...
+
+    async def keep(self, machine: Machine, image: Path, name: str | None, *, memory: bool) -> Snapshot:
+        """A finished checkpoint becomes a named snapshot."""
+        ...
+
+    def note(self, machine: Machine) -> None:
+        """The machine's state or processes have changed."""
+        ...
+
+    def expire(self, machine: Machine, seconds: float | None) -> None:
+        """The machine is to end this long from now."""
+        ...
+
+    async def discard(self, machine: Machine) -> None:
+        """The machine has ended: give back its folder and groups."""
+        ...
+
+
+class Machine:
+    """A sandbox under gVisor; see `gnomon.sandbox.sandbox.Sandbox`."""
+
+    def __init__(self, identifier: str, spec: Spec, place: Place, home: Home) -> None:
+        self.id, self.spec, self.place, self.home = identifier, spec, place, home
+        self.guest = Guest(identifier)
+        self.guest.on_lost = self._lost
+        self.state = "new"
+        self.generation = 0
+        self.processes: tuple[int, ...] = ()
+        self.handle = -1
+        self.lock = asyncio.Lock()
+        self.endings: set[asyncio.Task[None]] = set()
+
+    async def boot(self, image: Path | None = None, **identity: object) -> None:
+        """Start, from a checkpoint if `image` is one, under an identity of its own: instance, and what `identity` adds."""
+        self.generation += 1
+        shutil.rmtree(self.place.folder / "state", ignore_errors=True)
+        from_guest, guest_out = os.pipe()
+        guest_in, to_guest = os.pipe()
+        name = f"gnomon-{self.id}-{self.generation}"
+        try:
+            process = await self.home.runsc.launch(self.place.folder, name, image, (guest_in, guest_out), self.place.groups)
+            self.handle = os.pidfd_open(process)
+        except BaseException:
+            for end in (from_guest, to_guest):
+                os.close(end)
+            raise
+        finally:
+            for end in (guest_in, guest_out):
+                os.close(end)
+        self.processes = (process, *self._gofers())
+        await self.guest.connect(from_guest, to_guest)
+        self.home.note(self)
+        await self.guest.go(instance=secrets.token_hex(16), **identity)
+        self.state = "running"
+        self.home.note(self)
+
+    def _gofers(self) -> Sequence[int]:
+        found = []
+        for path in (self.place.folder / "state").glob("*.state"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found.append(int(json.loads(path.read_text())["goferPid"]))
+        return found
+
+    @property
+    def name(self) -> str:
+        """What `runsc` calls the present instance."""
+        return f"gnomon-{self.id}-{self.generation}"
+
+    def _ready(self) -> None:
+        if self.state == "ended":
+            raise self.guest.lost or SandboxLost(f"sandbox {self.id}: it has ended")
+        if self.state != "running":
+            raise SandboxError(f"sandbox {self.id} is paused ({self.state}): call resume() first")
+
+    async def exec(self, command: Command) -> Result:
+        """Run a program to its end."""
+        self._ready()
+        return await self.guest.run(command, (self.spec.workdir, self.spec.user))
+
+    async def start(self, command: Command, *, stdin: bool = False) -> GuestProcess:
+        """Run a program in the background."""
+        self._ready()
+        return await self.guest.start(command, (self.spec.workdir, self.spec.user), stdin=stdin)
+
+    async def read(self, path: str, max_bytes: int = 16 * MEGABYTE) -> bytes:
+        """The content of a regular file."""
+        self._ready()
+        return await files.read(self.guest, path, max_bytes)
+
+    async def write(self, path: str, data: bytes, mode: int | None = None) -> None:
+        """Make or replace a file, and the directories above it."""
+        self._ready()
+        await files.write(self.guest, path, data, mode)
+
+    async def list(self, path: str, depth: int = 1) -> Sequence[FileInfo]:
+        """What a directory holds."""
+        self._ready()
+        return await files.listing(self.guest, path, depth)
+
+    async def remove(self, path: str) -> None:
+        """Remove a file, or a directory and all below it."""
+        self._ready()
+        await files.remove(self.guest, path)
+
+    async def upload(self, source: Path, path: str) -> None:
+        """Copy a file or folder of the host into the sandbox."""
+        self._ready()
+        await files.upload(self.guest, source, path)
+
+    async def download(self, path: str, target: Path) -> None:
+        """Copy a file or folder out."""
+        self._ready()
+        await files.download(self.guest, path, target)
+
+    async def watch(self, path: str, *, recursive: bool = False) -> AsyncIterator[FileEvent]:
+        """Changes below a directory, as they happen."""
+        self._ready()
+        async for event in self.guest.watch(path, recursive=recursive):
+            yield event
+
+    async def pause(self, level: PauseLevel = "freeze") -> None:
+        """Stop: `freeze` by the sandbox's kernel, `hibernate` by a checkpoint that leaves no process behind."""
+        async with self.lock:
+            if self.state == "frozen" and level == "hibernate":
+                await self.home.runsc.verb(self.place.folder, "resume", self.name)
+                self.state = "running"
+            self._ready()
+            if level == "freeze":
+                await self.home.runsc.verb(self.place.folder, "pause", self.name)
+                self.state = "frozen"
+            else:
+                await self._checkpoint(self.place.folder / "hibernated", stop=False)
+                self.state = "hibernated"
+            self.home.note(self)
+
+    async def resume(self) -> None:
+        """Go on after `pause`; after `hibernate` as a new instance of the same machine."""
+        async with self.lock:
+            if self.state == "frozen":
+                await self.home.runsc.verb(self.place.folder, "resume", self.name)
+                self.state = "running"
+            elif self.state == "hibernated":
+                await self.boot(self.place.folder / "hibernated")
+                await asyncio.to_thread(shutil.rmtree, self.place.folder / "hibernated", True)
+            elif self.state == "ended":
+                self._ready()
+            self.home.note(self)
+
+    async def _checkpoint(self, image: Path, *, stop: bool) -> None:
+        """Everything goes into `image`, and this instance ends. On a failure it goes on as before, and the error is raised."""
+        shutil.rmtree(image, ignore_errors=True)
+        image.mkdir(parents=True)
+        await self.guest.hold(stop=stop)
+        self.guest.parting = True
+        try:
+            await self.home.runsc.verb(self.place.folder, "checkpoint", f"--image-path={image}", self.name, seconds=300.0)
+        except BaseException:
+            shutil.rmtree(image, ignore_errors=True)
+            self.guest.parting = False
+            with contextlib.suppress(SandboxError):
+                await self.guest.go()
+            raise
+        await self.guest.disconnect()
+        await self._end_processes()
+
+    async def snapshot(self, name: str | None = None, *, memory: bool = False) -> Snapshot:
+        """Keep the present state; without `memory` the snapshot's processes are ended before anyone can call it."""
+        async with self.lock:
+            self._ready()
+            image = self.place.folder / "checkpoint"
+            await self._checkpoint(image, stop=not memory)
+            await self._return(image)
+            return await self.home.keep(self, image, name, memory=memory)
+
+    async def _return(self, image: Path) -> None:
+        """This machine goes on from its own checkpoint; tried twice, as nothing else is left of it."""
+        try:
+            try:
+                await self.boot(image)
+            except SandboxError:
+                await self._end_processes()
+                await self.boot(image)
+        except SandboxError as error:
+            self.guest.end(f"it could not go on after a checkpoint: {error}")
+            raise
+
+    async def fork(self, count: int = 1, *, memory: bool = False) -> Sequence[Machine | Exception]:
+        """`count` machines from one checkpoint; without `memory` they have its files and none of its processes."""
+        if count < 1:
+            raise SandboxError(f"fork of {count}: at least one child")
+        async with self.lock:
+            self._ready()
+            image = self.place.folder / "checkpoint"
+            await self._checkpoint(image, stop=not memory)
+            births = [asyncio.create_task(self._child(image, memory)) for _ in range(count)]
+            try:
+                await self._return(image)
+            finally:
+                children = await asyncio.gather(*births, return_exceptions=True)
+                await asyncio.to_thread(shutil.rmtree, image, True)
+        return [child if isinstance(child, (Machine, Exception)) else SandboxError(str(child)) for child in children]
+
+    async def _child(self, image: Path, memory: bool) -> Machine:
+        child = await self.home.sibling(self, replace(self.spec, idempotency_key=None))
+        await child.born(image, memory=memory)
+        return child
+
+    async def born(self, image: Path, *, memory: bool) -> None:
+        """Start as a copy: a name of its own, no ties to the parent's programs, and none of them at all without `memory`."""
+        hostname = f"{self.spec.hostname[:40]}-{self.id[-6:]}"
+        try:
+            await self.boot(image, forget=True, end=not memory, hostname=hostname, env=dict(self.spec.env))
+        except BaseException:
+            await self.kill()
+            raise
+
+    async def set_timeout(self, seconds: float | None) -> None:
+        """End the sandbox this long from now unless told otherwise."""
+        if self.state == "ended":
+            self._ready()
+        self.home.expire(self, seconds)
+
+    async def set_network(self, network: Network) -> None:
+        """There is no network to set rules for."""
+        if network.allow or network.proxy is not None:
+            raise Unsupported("gvisor: sandboxes have no network; use the namespaces backend for an allow list")
+
+    async def usage(self) -> Usage:
+        """What it uses now; the disk is checkpoints, files being in memory."""
+        if self.state == "ended":
+            self._ready()
+        processes = 0
+        if self.state == "running":
+            processes = int((await self.guest.call({"op": "usage"})).get("processes", 0))
+        memory, seconds = await asyncio.to_thread(account.use, self.processes, self.place.groups)
+        disk = await asyncio.to_thread(account.disk, self.place.folder)
+        return Usage(memory_bytes=memory, disk_bytes=disk, processes=processes, cpu_seconds=seconds)
+
+    async def kill(self) -> None:
+        """End it and all that runs in it, and give back everything it used."""
+        if self.state == "ended":
+            return
+        self.state = "ended"
+        self.guest.end("it was killed")
+        await self.guest.disconnect()
+        await self._end_processes()
+        await self.home.discard(self)
+
+    def _lost(self) -> None:
+        """The agent's channel broke while nobody was taking a checkpoint: nothing of the machine can be trusted."""
+        if self.state not in ("ended", "new"):
+            task = asyncio.create_task(self.kill())
+            self.endings.add(task)
+            task.add_done_callback(self.endings.discard)
+
+    async def _end_processes(self) -> None:
+        """Kill the kernel of the instance and what serves it files, and wait until they are gone."""
+        handle, self.handle = self.handle, -1
+        if handle >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            gone = asyncio.Event()
+            asyncio.get_running_loop().add_reader(handle, gone.set)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(10):
+                    await gone.wait()
+            asyncio.get_running_loop().remove_reader(handle)
+            os.close(handle)
+            for process in self.processes[1:]:
+                if account.is_gofer(process, self.name):
+                    with contextlib.suppress(OSError):
+                        os.kill(process, signal.SIGKILL)
+        self.processes = ()
+
+    async def __aenter__(self) -> Self:
+        """The sandbox itself."""
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """`kill`."""
+        await self.kill()
+
