@@ -66,7 +66,7 @@ def _cards(answer: Answer) -> list[str]:
     cards.append(card("Which wall binds", text, pictures.wall_map(found.rows, found.x, found.y, found.here)))
     bars = _bars(answer)
     if bars:
-        text = "One notch of each knob with all else as it is; knobs that change the machines get the best layout for them."
+        text = "One notch of each knob, all else as it is; what changes the machines gets the best layout for them. Lines: 80 % bands."
         cards.append(card("Knobs", text, pictures.tornado(bars, watched_metric(answer.question).title), wide=True))
         cards.append(card("Knobs in numbers", "", _html(knob_table(knob_rows(answer.effects), answer)), wide=True))
     points, chosen, titles = curves.front(answer)
@@ -78,12 +78,14 @@ def _cards(answer: Answer) -> list[str]:
 
 def _bars(answer: Answer) -> list[pictures.Bar]:
     pairs: dict[str, dict[bool, float | None]] = {}
+    bands = {(effect.knob.name, effect.up): effect.band for effect in answer.effects}
     doubtful = {effect.knob.name for effect in answer.effects if effect.knob.contested}
     labels = {}
     for effect in answer.effects:
         pairs.setdefault(effect.knob.name, {})[effect.up] = effect.change
         labels[effect.knob.name] = f"{effect.knob.name} ({effect.before})"
-    return [pictures.Bar(label=labels[name], down=pair.get(False), up=pair.get(True), contested=name in doubtful)
+    return [pictures.Bar(label=labels[name], down=pair.get(False), up=pair.get(True), contested=name in doubtful,
+                         down_band=bands.get((name, False)), up_band=bands.get((name, True)))
             for name, pair in pairs.items() if any(abs(value or 0.0) >= 1e-3 for value in pair.values())]
 
 

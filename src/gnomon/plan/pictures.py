@@ -103,24 +103,29 @@ def shares(steps: Sequence[tuple[str, dict[str, float]]]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A knob's effect on the goal, as a share: `down` and `up` by one notch, nothing where it does not turn or would not fit."""
+    """A knob's effect on the goal, as a share: `down` and `up` by one notch, nothing where it does not turn or would not fit; the ends of
+    their bands."""
 
     label: str
     down: float | None
     up: float | None
     contested: bool = False
+    down_band: tuple[float, float] | None = None
+    up_band: tuple[float, float] | None = None
 
 
 def tornado(bars: Sequence[Bar], title: str) -> str:
-    """What a notch of each knob does to the goal, the widest first; to the right is better."""
+    """What a notch of each knob does to the goal, the widest first, with its 80 % band as a line; to the right is better."""
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         shown = sorted(bars, key=lambda bar: max(abs(bar.up or 0), abs(bar.down or 0)))[-14:]
         figure, axes = canvas(12.6, max(2.2, 0.32 * len(shown) + 1.0))
         reach = max((abs(v) for bar in shown for v in (bar.up, bar.down) if v is not None), default=0.1)
         for place, bar in enumerate(shown):
-            for value, colour in ((bar.down, FAINT), (bar.up, ACCENT)):
+            for value, ends, colour, line in ((bar.down, bar.down_band, FAINT, 0.24), (bar.up, bar.up_band, ACCENT, -0.24)):
                 if value is not None and abs(value) >= LEAST_BAR:
                     axes.barh(place, value, height=0.62, color=colour, hatch="///" if bar.contested else None, edgecolor="white")
+                    if ends is not None:
+                        axes.plot([max(ends[0], -2 * reach), min(ends[1], 2 * reach)], [place + line] * 2, color=INK, linewidth=0.8)
                     words = f"{100 * value:+.0f} %" if abs(value) >= 0.01 else f"{100 * value:+.1f} %"
                     axes.annotate(words, (value, place), xytext=(4 if value >= 0 else -4, 0), textcoords="offset points", va="center",
                                   ha="left" if value >= 0 else "right", fontsize=8, color=SOFT)
