@@ -45,6 +45,13 @@ class Image:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
+def checked(name: str) -> str:
+    """A name for an image, if it can be one. Raises `ConfigError`."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"'{name}' is no name of an image; write at most 120 of a-z 0-9 . _ - / : and begin with a letter or digit")
+    return name
+
+
 def serialise(image: Image, layers: Path) -> str:
     """An image as JSON; layers inside the folder `layers` by name, others by path."""
     def short(path: Path) -> str:

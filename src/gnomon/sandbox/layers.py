@@ -32,7 +32,7 @@ from urllib.parse import quote, unquote
 from gnomon.errors import ConfigError, SandboxError
 from gnomon.extend import suggestion
 from gnomon.sandbox import owners, trees
-from gnomon.sandbox.images import NAME, Image, folder_image, parse, serialise
+from gnomon.sandbox.images import Image, checked, folder_image, parse, serialise
 from gnomon.sandbox.sandbox import Snapshot
 
 MAX_DEPTH = 32
@@ -198,7 +198,7 @@ class LayerStore:
         """
         identity = secrets.token_hex(8)
         start = like or Image(name="scratch")
-        name = _checked(name or f"snapshot-{identity}")
+        name = checked(name or f"snapshot-{identity}")
         size = trees.measure(folder) if size_bytes is None else size_bytes
         layer = self.seal(folder, durable=durable)
         snapshot = Snapshot(id=identity, name=name, backend=backend, memory=False, bytes=size, created_seconds=time.time(),
@@ -298,7 +298,7 @@ class LayerStore:
         return needed
 
     def _record(self, name: str) -> Path:
-        return self.root / "images" / f"{quote(_checked(name), safe='')}.json"
+        return self.root / "images" / f"{quote(checked(name), safe='')}.json"
 
     def _mark(self, name: str, change: int, known: bool = True) -> None:
         if not known:
@@ -373,9 +373,3 @@ class LayerStore:
                 raise
         finally:
             os.close(descriptor)
-
-
-def _checked(name: str) -> str:
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"'{name}' is no name of an image; write at most 120 of a-z 0-9 . _ - / : and begin with a letter or digit")
-    return name
