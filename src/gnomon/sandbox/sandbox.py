@@ -17,8 +17,9 @@ MEGABYTE = 1 << 20
 Isolation = Literal["standard", "strong"]
 """`standard` shares the host's kernel; `strong` puts another kernel, or a virtual machine, between the program and the host."""
 
-PauseLevel = Literal["freeze", "hibernate"]
-"""`freeze` stops the processes and keeps their memory; `hibernate` leaves neither CPU nor memory in use."""
+PauseLevel = Literal["freeze", "stop", "hibernate"]
+"""`freeze` stops the processes and keeps them in memory; `stop` ends them and keeps the files, so that `snapshot` and `fork` copy
+nothing, and `resume` starts with no program running; `hibernate` keeps everything on disk and leaves neither CPU nor memory in use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
