@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from gnomon.data.chat import CallArguments, CallEnded, CallStarted, ReasoningDelta, Reply, TextDelta
 from gnomon.data.dialects import openai_chat
 from gnomon.data.dialects.asked import Asked, Choice, Cost, Ending, Head, Refused, TokenLogprob
 from gnomon.data.messages import Image, Text, ToolCall
-from gnomon.data.reply import CallArguments, CallEnded, CallStarted, ReasoningDelta, Reply, TextDelta
 
 HEAD = Head(id="x1", created=5, model="m")
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "d",
@@ -157,7 +157,7 @@ def test_a_body_that_is_no_object() -> None:
         openai_chat.read([])  # type: ignore[arg-type]
 
 
-REPLY = Reply(reasoning="hm", text="ok", tool_calls=(ToolCall(id="c1", name="weather", arguments='{"city": "Bern"}'),))
+REPLY = Reply(reasoning="hm", text="ok", tool_calls=(ToolCall(id="c1", name="weather", arguments='{"city": "Bern"}'),), complete=True)
 COST = Cost(prompt_tokens=10, cached_tokens=8, output_tokens=5, reasoning_tokens=2, cache_note="why")
 
 
@@ -177,7 +177,7 @@ def test_a_whole_answer() -> None:
     (Ending(reason="deadline"), "length", "deadline"),
 ])
 def test_reasons(ending: Ending, reason: str, stop: str | None) -> None:
-    reply = Reply(text="ok")
+    reply = Reply(reasoning="", text="ok", tool_calls=(), complete=True)
     choice = openai_chat.whole(read(), HEAD, [Choice(index=0, reply=reply, ending=ending)], COST)["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from gnomon.data.chat import Reply, TextDelta
 from gnomon.data.dialects import openai_completions
 from gnomon.data.dialects.asked import Asked, Choice, Cost, Ending, Head, Refused, TokenLogprob
-from gnomon.data.reply import Reply, TextDelta
 
 HEAD = Head(id="x1", created=5, model="m")
+REPLY = Reply(reasoning="", text="abü", tool_calls=(), complete=True)
 COST = Cost(prompt_tokens=2, output_tokens=3)
 
 
@@ -46,14 +47,14 @@ def test_whole_and_streamed_say_the_same() -> None:
                                                                         top=(TokenLogprob(id=9, raw=b"x", logprob=-1.0),))]
     asked = read(stream=True, logprobs=1, stream_options={"include_usage": True})
     ending = Ending(reason="stop", stop_string="!")
-    body = openai_completions.whole(asked, HEAD, [Choice(index=0, reply=Reply(text="abü"), ending=ending, logprobs=tuple(tokens))], COST)
+    body = openai_completions.whole(asked, HEAD, [Choice(index=0, reply=REPLY, ending=ending, logprobs=tuple(tokens))], COST)
     choice = body["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abü", "stop", "!")
     assert choice["logprobs"] == {"tokens": ["ab", "ü"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"x": -1.0}],
                                   "text_offset": [0, 2], "token_ids": [7, 8]}
     stream = openai_completions.stream(asked, HEAD)
     sent = [*stream.start(COST), *stream.delta(0, TextDelta(text="ab"), tokens[:1]), *stream.delta(0, TextDelta(text="ü"), tokens[1:]),
-            *stream.finish(0, Reply(text="abü"), ending), *stream.end(COST)]
+            *stream.finish(0, REPLY, ending), *stream.end(COST)]
     chunks = [json.loads(json.dumps(event.data)) for event in sent[:-1]]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == "abü"
     assert chunks[1]["choices"][0]["logprobs"]["text_offset"] == [2] and chunks[2]["choices"][0]["stop_reason"] == "!"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from gnomon.data.chat import Delta, Reply
 from gnomon.data.messages import Conversation
-from gnomon.data.reply import Delta, Reply
 from gnomon.errors import ConfigError
 
 Reason = Literal["stop", "length", "deadline", "cancelled"]

@@ -12,13 +12,13 @@ import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gnomon.data.chat import CallArguments, CallEnded, CallStarted, Delta, ReasoningDelta, Reply, TextDelta
 from gnomon.data.dialects import openai_options as options
 from gnomon.data.dialects.asked import Asked, Choice, Cost, Ending, Head, Refused, Sent, TokenLogprob
 from gnomon.data.dialects.fields import Fields, shown, wrong
 from gnomon.data.dialects.openai_options import error
 from gnomon.data.dialects.tools import check_names, check_schema, declared, tool_name
 from gnomon.data.messages import Conversation, Image, Message, Part, ResponseFormat, Text, Tool, ToolCall
-from gnomon.data.reply import CallArguments, CallEnded, CallStarted, Delta, ReasoningDelta, Reply, TextDelta
 
 __all__ = ["Stream", "error", "read", "stream", "whole"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gnomon.data.chat import Delta, Reply, TextDelta
 from gnomon.data.dialects import openai_options as options
 from gnomon.data.dialects.asked import Asked, Choice, Cost, Ending, Head, Refused, Sent, TokenLogprob
 from gnomon.data.dialects.fields import Fields, wrong
 from gnomon.data.dialects.openai_options import error
-from gnomon.data.reply import Delta, Reply, TextDelta
 
 __all__ = ["Stream", "error", "read", "stream", "whole"]
 

@@ -1,0 +1,164 @@
+"""The prefix cache: what a prompt shares with an earlier one is not computed again (report section 5.4.1).
+
+A hybrid model makes this harder than attention alone: to continue after token n it needs the latents of all n tokens *and* the recurrent
+state after exactly n, which nobody can cut back to fewer. So the cache keeps immutable checkpoints of the state at the ends of hash
+blocks, as many as memory allows, and a hit is the deepest block that has both. A sequence that runs, `Held`, has a slot of its own, into
+which the checkpoint is copied, and shares full pages; a page is copied before a second sequence writes to it. Nothing that happens to one
+sequence takes anything from another, and leaving a branch erases nothing.
+
+What a step writes is known to others when `advance` was called after it, so nobody can hit what is still being written.
+Read next: `store.py` for what is kept and what goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gnomon.errors import CapacityError, CheckpointError, ConfigError
+from gnomon.serve.held import Held
+from gnomon.serve.index import ID_BYTES, Index, Node, packed, unpacked
+from gnomon.serve.pages import Memory
+from gnomon.serve.store import Store
+from gnomon.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSettings:
+    """`hash_block`: tokens per hash block, the grid on which prefixes are shared (multiples of 64 keep a cached result's bits)."""
+
+    hash_block: int = 64
+
+    def __post_init__(self) -> None:
+        if self.hash_block < 1:
+            raise ConfigError(f"'hash_block' is {self.hash_block}; use a positive number of tokens, best a multiple of 64")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheStats:
+    """The cache in numbers: what it holds now, and what happened since the start."""
+
+    budget_bytes: int
+    used_bytes: int
+    live_bytes: int
+    sequences: int
+    blocks: int
+    checkpoints: int
+    lookups: int
+    hits: int
+    prompt_tokens: int
+    cached_tokens: int
+    evicted_checkpoints: int
+    evicted_blocks: int
+
+
+class PrefixCache:
+    """All prefixes of one model. One thread at a time; `fingerprint` names model, weights and types, so that no other's states are used."""
+
+    def __init__(self, memory: Memory, settings: CacheSettings | None = None, fingerprint: str = ""):
+        self.memory, self.settings = memory, settings or CacheSettings()
+        self.index = Index(fingerprint, self.settings.hash_block)
+        self.store = Store(self.index, memory)
+        self._lookups = self._hits = self._prompt_tokens = self._cached_tokens = 0
+
+    def open(self, tokens: Sequence[int], *, salt: str = "", boundaries: Sequence[int] = (), reuse: bool = True) -> Held:
+        """A sequence that begins with a prompt: what is known of it is there already, at least its last token is not.
+
+        `boundaries` are lengths where others may come back to (ends of turns). Without `reuse` the cache is neither read nor written.
+        Raises `CapacityError` where there is no room for another sequence now.
+        """
+        if not len(tokens):
+            raise ConfigError("'tokens' is empty; a sequence begins with at least one token")
+        data, block = packed(tokens), self.settings.hash_block
+        root, digests = self.index.root(salt), list[bytes]()
+        path = self.index.match(root, data, digests, (len(tokens) - 1) // block) if reuse else []
+        hit, slot = self._enter(root, path)
+        if slot is None:
+            raise CapacityError(f"no room for another sequence: running ones take {format_bytes(self.memory.live_bytes)} of the cache's "
+                                f"{format_bytes(self.memory.budget_bytes)}; wait for one to end or raise the memory budget")
+        turns = {n // block for n in (*boundaries, len(tokens) - 1, len(tokens))} | ({len(path)} if len(path) > hit else set())
+        for depth in turns:
+            if 0 < depth <= len(path) and (checkpoint := path[depth - 1].checkpoint) is not None:
+                checkpoint.kind = "turn"
+        pages = self.store.pages_to(path[:hit])
+        self.memory.share(pages, live=True)
+        held = Held(self.store, root, path[hit - 1] if hit else root, slot, data, pages)
+        held.digests, held.turns, held.cached_tokens = digests, turns, hit * block
+        held.note = self._note(root, path, hit, digests, data) if reuse else "cache off"
+        if not reuse:
+            held.leave()
+        self._lookups += reuse
+        self._hits += hit > 0
+        self._prompt_tokens += len(tokens)
+        self._cached_tokens += hit * block
+        return held
+
+    def _enter(self, root: Node, path: list[Node]) -> tuple[int, int | None]:
+        """The depth of the deepest block with a checkpoint, pinned, and a slot with that state; no slot where there is no room."""
+        for hit in range(len(path), 0, -1):
+            node = path[hit - 1]
+            if node.checkpoint is None:
+                continue
+            node.pins += 1
+            try:
+                slot = self.store.restore(node)
+            except CheckpointError:
+                self.store.unpin(node)
+                continue
+            if slot is None:
+                self.store.unpin(node)
+            return hit, slot
+        root.pins += 1
+        slot = self.store.new_slot()
+        if slot is None:
+            self.store.unpin(root)
+        return 0, slot
+
+    def stats(self) -> CacheStats:
+        """What is held and what happened."""
+        counters = self.store.counters
+        return CacheStats(
+            budget_bytes=self.memory.budget_bytes, used_bytes=self.memory.used_bytes, live_bytes=self.memory.live_bytes,
+            sequences=self.store.sequences, blocks=self.index.count, checkpoints=self.store.checkpoints, lookups=self._lookups,
+            hits=self._hits, prompt_tokens=self._prompt_tokens, cached_tokens=self._cached_tokens,
+            evicted_checkpoints=counters.evicted_checkpoints, evicted_blocks=counters.evicted_blocks,
+        )
+
+    def clear(self) -> None:
+        """Forget everything that no running sequence stands on."""
+        for node in self.index.nodes():
+            if node.checkpoint is not None:
+                self.store.drop(node)
+
+    def close(self) -> None:
+        """The server ends."""
+
+    def _note(self, root: Node, path: list[Node], hit: int, digests: list[bytes], data: bytes) -> str:
+        """How many tokens are cached, and why not more."""
+        block, width, total = self.settings.hash_block, self.index.width, len(data) // ID_BYTES
+        known, limit = len(path), (total - 1) // block
+        said = f"{hit * block} of {total} tokens cached"
+        if hit == limit:
+            return f"{said}: all that a hash block of {block} tokens allows" if limit else f"{said}: shorter than a hash block"
+        if known > hit:
+            gone = any(self.index.was_here(node.digest) for node in path[hit:])
+            return f"{said}: " + ("later checkpoints were evicted" if gone else f"no checkpoint after token {hit * block}")
+        if digests[hit:] and self.index.was_here(digests[hit]):
+            return f"{said}: what followed was evicted"
+        tip = path[-1] if path else root
+        best = max((_agreement(child.tokens, data[hit * width:(hit + 1) * width]), -i, child)
+                   for i, child in enumerate(list(tip.children.values())[-COMPARED:])) if tip.children else None
+        if best is None:
+            return f"{said}: nothing known" + (f" after token {hit * block}" if hit else "")
+        agreed, _, child = best
+        ours, theirs = unpacked(data[hit * width:(hit + 1) * width])[agreed], unpacked(child.tokens)[agreed]
+        return f"{said}: prefix differs at token {hit * block + agreed}: the cache has {theirs}, the request {ours}"
+
+
+COMPARED = 16
+"""Most continuations that are looked at to say where a prompt differs."""
+
+
+def _agreement(a: bytes, b: bytes) -> int:
+    """How many ids two blocks have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(unpacked(a), unpacked(b), strict=True)) if x != y), 0)
