@@ -148,18 +148,14 @@ class Stream(Protocol):
 class Dialect(Protocol):
     """What a dialect's module offers."""
 
-    @staticmethod
-    def read(body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> Asked:
         """What the body asks. Raises `Refused` naming field, value and remedy."""
 
-    @staticmethod
-    def stream(asked: Asked, head: Head) -> Stream:
+    def stream(self, asked: Asked, head: Head) -> Stream:
         """The stream of one answer."""
 
-    @staticmethod
-    def whole(asked: Asked, head: Head, choices: Sequence[Choice], cost: Cost) -> dict[str, Any]:
+    def whole(self, asked: Asked, head: Head, choices: Sequence[Choice], cost: Cost) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
 
-    @staticmethod
-    def error(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    def error(self, status: int, message: str, field: str | None = None, code: str | None = None, /) -> dict[str, Any]:
         """The body of an error; in a stream it is the data of the last event."""

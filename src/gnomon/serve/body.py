@@ -1,0 +1,67 @@
+"""The body of a request: read within a size and a time, parsed as strict JSON. Read next: `api.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from gnomon.serve.errors import ClientGone, Rejected
+from gnomon.serve.settings import LimitSettings
+
+
+async def read_json(request: Request, limits: LimitSettings) -> Any:
+    """The JSON that a client sent. Raises `Rejected` for what is no JSON, too large or too slow, `ClientGone` when it left."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Rejected(415, f"the body must be JSON; send the header 'content-type: application/json' (it says '{kind[:80]}')",
+                       "unsupported_media_type")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and len(declared) < 19 and int(declared) > limits.body_bytes:
+        raise _too_large(limits)
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limits.body_bytes:
+                    raise _too_large(limits)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise Rejected(408, f"the body did not arrive within {limits.body_seconds:g} s", "request_timeout") from None
+    except ClientDisconnect:
+        raise ClientGone("the client left while it sent the body") from None
+    return parse(b"".join(chunks))
+
+
+def parse(data: bytes) -> Any:
+    """Strict JSON: no NaN, nothing infinite, no half characters, no endless nesting. Raises `Rejected`."""
+    try:
+        value = json.loads(data, parse_constant=_no_constant, parse_float=_finite)
+        if b"\\ud" in data or b"\\uD" in data:  # the escape of half a character is JSON and no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise Rejected(400, "the body is nested too deep; make it flatter", "invalid_json") from None
+    except UnicodeEncodeError:
+        raise Rejected(400, "the body has half a character (a lone surrogate such as \\ud800); send whole ones", "invalid_json") from None
+    except ValueError as error:
+        raise Rejected(400, f"the body is not JSON: {str(error)[:200]}", "invalid_json") from None
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is larger than any number here")
+    return value
+
+
+def _too_large(limits: LimitSettings) -> Rejected:
+    return Rejected(413, f"the body is larger than {limits.body_bytes} bytes; send less", "request_too_large")

@@ -1,0 +1,164 @@
+"""The service between any API and the engine: what was asked becomes requests in tokens, what was sampled becomes an answer.
+
+`Service.open` checks and encodes a request, waits for admission and returns an `Answer`. Read next: `answering.py`, `admission.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from gnomon.data.chat import ChatFormat
+from gnomon.data.dialects.asked import Asked, Head, Refused
+from gnomon.data.messages import Conversation
+from gnomon.data.tokenizer import Tokenizer
+from gnomon.serve.admission import Admission
+from gnomon.serve.answering import Answer, Events, Prompt, Source
+from gnomon.serve.metrics import Metrics
+from gnomon.serve.reading import PlainText
+from gnomon.serve.request import Grammar, Request, Sampling
+from gnomon.serve.settings import ServeSettings
+
+T = TypeVar("T")
+
+
+class LiveEngine(Events, Protocol):
+    """What the service needs of an engine; `live.py` has the real one."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence, prompt and output together."""
+        ...
+
+    def stats(self) -> object:
+        """Numbers for the metrics: a dataclass."""
+        ...
+
+
+class Service:
+    """A model that answers. Used inside one event loop; `close` when it ends."""
+
+    def __init__(self, engine: LiveEngine, chat: ChatFormat | None, tokenizer: Tokenizer, settings: ServeSettings, name: str) -> None:
+        self.engine = engine
+        self.chat = chat
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.name = name
+        self.created = int(time.time())
+        self.admission = Admission(settings.admission)
+        self.metrics = Metrics(self.admission, engine.stats)
+        self._source = Source(events=engine, tokenizer=tokenizer, between_tokens=self.metrics.between_tokens.observe)
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")  # long prompts must not stop the event loop
+
+    @property
+    def context(self) -> int:
+        """The longest prompt and output together."""
+        limit = self.settings.limits.context
+        return self.engine.max_tokens if limit is None else min(limit, self.engine.max_tokens)
+
+    def close(self) -> None:
+        """Let go of what the service holds; the engine is its maker's."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def open(self, asked: Asked, request_id: str) -> Answer:
+        """An answer that is ready to be listened to. Raises `Refused` and other `ConfigError`s for what cannot be asked, `Busy` when there
+        is no room."""
+        self.check_model(asked.model)
+        prompts = await self.prompts(asked)
+        tokens = min(self._output_tokens(asked, prompt) for prompt in prompts)
+        seed = secrets.randbelow(2**63) if asked.seed is None else asked.seed
+        work = [(prompt, self._request(asked, prompt, f"{request_id}-{i * asked.n + j}", tokens, (seed + j) % 2**63))
+                for i, prompt in enumerate(prompts) for j in range(asked.n)]
+        whole = sum(len(prompt.tokens) for prompt in prompts) + tokens * len(work)
+        ticket = await self.admission.enter(asked.priority, max(len(prompt.tokens) for prompt in prompts), whole)
+        return Answer(self._source, asked, Head(id=request_id, created=int(time.time()), model=self.name), work, ticket)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `Refused` for a model that is not this one."""
+        if name is None:
+            raise Refused(f"'model' is required; this server has '{self.name}'", "model", "missing_required_parameter")
+        if name != self.name:
+            raise Refused(f"the model '{name[:100]}' does not exist here; this server has '{self.name}'", "model", "model_not_found")
+
+    async def prompts(self, asked: Asked) -> list[Prompt]:
+        """The tokens of what was asked. Raises what the chat format cannot say."""
+        if asked.conversation is None:
+            return [await self._plain(prompt, asked) for prompt in asked.prompts]
+        if self.chat is None:
+            raise Refused("this model's tokenizer names no markers of a chat format; use /v1/completions", "messages")
+        chat, conversation = self.chat, self._with_effort(asked.conversation)
+        encoded = await self.in_thread(lambda: chat.encode(conversation))
+        return [Prompt(tokens=tuple(encoded.tokens), boundaries=tuple(encoded.boundaries), parser=lambda: chat.parser(conversation),
+                       stop_ids=chat.stop_ids)]
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do work that may take long beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _with_effort(self, conversation: Conversation) -> Conversation:
+        effort = self.settings.defaults.effort
+        if effort is None or conversation.effort is not None or not conversation.thinking:
+            return conversation
+        return replace(conversation, effort=effort)
+
+    async def _plain(self, prompt: str | tuple[int, ...], asked: Asked) -> Prompt:
+        if isinstance(prompt, str):
+            text = prompt
+            tokens = tuple(await self.in_thread(lambda: self.tokenizer.encode(text)))
+        else:
+            tokens = prompt
+            wrong = [token for token in tokens if not 0 <= token < self.tokenizer.vocab_size]
+            if wrong:
+                raise Refused(f"'prompt' has the token id {wrong[0]}; ids are from 0 to {self.tokenizer.vocab_size - 1}", "prompt")
+        if not tokens:
+            raise Refused("'prompt' is empty; give at least one token", "prompt")
+        stop_ids = frozenset(self.tokenizer.stop_ids)
+        return Prompt(tokens=tokens, parser=lambda: PlainText(self.tokenizer, stop_ids), stop_ids=stop_ids,
+                      text=self.tokenizer.decode(tokens) if asked.echo else "")
+
+    def _output_tokens(self, asked: Asked, prompt: Prompt) -> int:
+        """How many tokens may follow a prompt. Raises `Refused` naming limit and lengths when they do not fit the context."""
+        length, wanted = len(prompt.tokens), asked.max_tokens
+        least = max(wanted or 0, 1)
+        if length + least > self.context:
+            said = f"{wanted} of output" if wanted is not None else "at least one of output"
+            raise Refused(f"the context is {self.context} tokens long and {length + least} were asked for: {length} of prompt and {said}; "
+                          "shorten the prompt, or ask for less", "messages" if asked.conversation else "prompt", "context_length_exceeded")
+        return least if wanted is not None else min(self.settings.limits.max_tokens, self.context - length)
+
+    def _request(self, asked: Asked, prompt: Prompt, name: str, tokens: int, seed: int) -> Request:
+        defaults = self.settings.defaults
+        deadline = self.settings.limits.request_seconds
+        sampling = Sampling(
+            max_tokens=tokens, temperature=_given(asked.temperature, defaults.temperature), top_p=_given(asked.top_p, defaults.top_p),
+            top_k=_given(asked.top_k, defaults.top_k), min_p=_given(asked.min_p, defaults.min_p),
+            repetition_penalty=_given(asked.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=_given(asked.presence_penalty, 0.0), frequency_penalty=_given(asked.frequency_penalty, 0.0),
+            logit_bias=asked.logit_bias, seed=seed, stop_ids=prompt.stop_ids, top_logprobs=asked.top_logprobs, grammar=self._grammar(asked),
+        )
+        return Request(
+            id=name, prompt=prompt.tokens, sampling=sampling, boundaries=prompt.boundaries, priority=asked.priority, salt=asked.salt,
+            deadline_seconds=min(deadline, _given(asked.deadline_seconds, deadline)), cache=asked.cache,
+            prompt_logprobs=asked.echo and asked.top_logprobs is not None,
+        )
+
+    def _grammar(self, asked: Asked) -> Grammar | None:
+        """What binds the answer: free while the model thinks, from the opening of its answer on."""
+        conversation = asked.conversation
+        after = self.chat.answer_opens if self.chat and conversation and conversation.thinking else ()
+        if asked.regex is not None:
+            return Grammar(kind="regex", text=asked.regex, after=after)
+        wanted = conversation.response_format if conversation else None
+        if wanted is None:
+            return None
+        return Grammar(kind=wanted.kind, text=json.dumps(wanted.schema) if wanted.schema is not None else "", after=after)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value

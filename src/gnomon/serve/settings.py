@@ -1,0 +1,103 @@
+"""All that can be set about a server: `recipes/serve.toml`, every field overridable as `a.b=c`. No torch.
+
+What the engine and the cache can be told stands in their own files; here it is a table of each. Read next: `command.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gnomon.config import setting
+from gnomon.data.messages import Effort
+from gnomon.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneSettings:
+    """One class of requests."""
+
+    tokens: int = setting(doc="tokens (prompts and outputs) that may be in work at a time; one larger request may run alone")
+    queue: int = setting(doc="requests that may wait; the next one gets 429 with Retry-After")
+    wait_seconds: float = setting(doc="how long one may wait before it gets 429")
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("queue", 0), ("wait_seconds", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"'{name}' is {getattr(self, name)}; use at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionSettings:
+    """Who may enter. Each class has a budget of its own, so that none can starve another."""
+
+    long_prompt_tokens: int = setting(4096, "an interactive request with a longer prompt belongs to the class `long`")
+    interactive: LaneSettings = setting(factory=lambda: LaneSettings(tokens=262_144, queue=256, wait_seconds=30), doc="short prompts")
+    long: LaneSettings = setting(factory=lambda: LaneSettings(tokens=262_144, queue=32, wait_seconds=120), doc="long prompts")
+    batch: LaneSettings = setting(factory=lambda: LaneSettings(tokens=131_072, queue=1024, wait_seconds=600),
+                                  doc="requests with priority `batch`")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitSettings:
+    """What one request may take."""
+
+    body_bytes: int = setting(16 * 2**20, "size of a request's body; larger ones get 413")
+    context: int | None = setting(None, "longest prompt and output together, in tokens; none: what the engine can hold")
+    max_tokens: int = setting(4096, "tokens of output where the client names no limit")
+    request_seconds: float = setting(600.0, "time after which an answer is cut (finish reason `length`, stop reason `deadline`)")
+    body_seconds: float = setting(30.0, "time a client may take to send its body; slower ones get 408")
+
+    def __post_init__(self) -> None:
+        for name in ("body_bytes", "max_tokens", "request_seconds", "body_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"'{name}' is {getattr(self, name)}; use a positive number")
+        if self.context is not None and self.context < 2:
+            raise ConfigError(f"'context' is {self.context}; a prompt and its answer are at least 2 tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DefaultSettings:
+    """What holds where a client does not say."""
+
+    temperature: float = setting(1.0, "0 takes the likeliest token")
+    top_p: float = setting(1.0, "share of the probability to draw from, in (0, 1]")
+    top_k: int = setting(0, "number of tokens to draw from; 0: all")
+    min_p: float = setting(0.0, "leave out tokens below this share of the likeliest one's probability")
+    repetition_penalty: float = setting(1.0, "divides the scores of tokens seen before; 1: off")
+    effort: Effort | None = setting(None, "how much to think: low, high, max; none: the model is told nothing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccessSettings:
+    """Who may ask. Keys are never written in a recipe: they come from a file or from the environment variable GNOMON_API_KEYS."""
+
+    keys_file: Path | None = setting(None, "file with one `name:key` or `key` per line; with keys, requests without one get 401")
+    without_keys: bool = setting(False, "allow an address other machines can reach although there are no keys")
+    origins: tuple[str, ...] = setting((), "web pages that may send requests, as https://chat.example.org, beside this server's own")
+    metrics: bool = setting(True, "answer /metrics, which needs no key")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeSettings:
+    """A server."""
+
+    host: str = setting("127.0.0.1", "address to listen on; other than loopback needs API keys")
+    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    name: str | None = setting(None, "name of the model for clients; none: the folder's")
+    weights: Literal["stored", "float32", "bfloat16"] = setting("stored", "precision of the weights in memory; stored: as in the files")
+    chat_format: str | None = setting(None, "xtml, kimi_linear or pkg.module:Format; none: the one whose markers the tokenizer names")
+    page: bool = setting(True, "answer / with the chat page")
+    log: Literal["json", "text", "none"] = setting("json", "a line on stderr for each request")
+    drain_seconds: float = setting(30.0, "how long running answers may go on after a request to stop")
+    limits: LimitSettings = setting(factory=LimitSettings, doc="what one request may take")
+    defaults: DefaultSettings = setting(factory=DefaultSettings, doc="what holds where a client does not say")
+    admission: AdmissionSettings = setting(factory=AdmissionSettings, doc="who may enter, and who waits")
+    access: AccessSettings = setting(factory=AccessSettings, doc="who may ask")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"'port' is {self.port}; use 1 to 65535, or 0 for a free one")
+        if self.drain_seconds < 0:
+            raise ConfigError(f"'drain_seconds' is {self.drain_seconds}; use 0 or a positive number")
