@@ -255,6 +255,26 @@ class VisionConfig:
     qkv_hidden_size: int = setting(1536, "width of queries, keys and values together over heads")
     merge_size: int = setting(2, "patches per side that become one token")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "patch_size", "position_grid", "vt_hidden_size", "vt_intermediate_size", "vt_num_hidden_layers",
+                       "vt_num_attention_heads", "qkv_hidden_size", "merge_size")
+        if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
+            raise ConfigError(f"'vision.qkv_hidden_size' is {self.qkv_hidden_size}; each of {self.vt_num_attention_heads} heads needs a "
+                              "width divisible by 4, half of it turned by row and half by column")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.qkv_hidden_size // self.vt_num_attention_heads
+
+    def flops(self, patches: int, text_hidden_size: int, frames: int = 1) -> int:
+        """FLOPs to see one item of so many patches in all: the tower, attention of every patch to every other, and the projector."""
+        width, merged = self.vt_hidden_size, self.vt_hidden_size * self.merge_size**2
+        block = 2 * (4 * width * self.qkv_hidden_size + 2 * width * self.vt_intermediate_size)
+        tower = patches * (2 * 3 * self.patch_size**2 * width + self.vt_num_hidden_layers * (block + 4 * patches * self.qkv_hidden_size))
+        tokens = patches // frames // self.merge_size**2
+        return tower + tokens * 2 * merged * (merged + text_hidden_size)
+
     def tensors(self, text_hidden_size: int) -> Iterator[TensorSpec]:
         """Tower and projector, with the released names."""
         width, inner = self.vt_hidden_size, self.vt_intermediate_size
