@@ -205,7 +205,9 @@ class World:
         assert references.tolist() == memory._references.tolist()
         assert memory._live_pages == len(live) and memory.pages_used == int((references > 0).sum())
         slots = [talk.held.slot for talk in self.talks]
-        slots += [node.checkpoint.slot for node in nodes if node.checkpoint is not None]
+        kept = [node.checkpoint for node in nodes if node.checkpoint is not None]
+        slots += [checkpoint.slot for checkpoint in kept if checkpoint.slot is not None]
+        assert memory.loose_bytes == sum(checkpoint.packed.bytes for checkpoint in kept if checkpoint.packed is not None)
         assert len(set(slots)) == len(slots) == memory.slots_used and len(memory._live_slots) == len(self.talks)
         assert memory.used_bytes <= self.budget and memory.committed_bytes <= self.budget
         assert self.cache.store.checkpoints == sum(node.checkpoint is not None for node in nodes) and self.cache.index.count == len(nodes)

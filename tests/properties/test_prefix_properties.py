@@ -5,6 +5,8 @@ log-probabilities are compared with a run that caches nothing.
 """
 
 import random
+import tempfile
+from pathlib import Path
 
 import inference_models
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from gnomon.kernels import native
+from gnomon.serve.checkpoints import FORMS
 
 COMPILED = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 FEW = st.integers(0, 2)
@@ -22,9 +25,11 @@ FEW = st.integers(0, 2)
 class Clients(RuleBasedStateMachine):
     """What clients do, one operation at a time; subclasses say on which model."""
 
-    def begin(self, model, block, page_tokens, slots, pages, disk=None):
+    def begin(self, model, block, page_tokens, slots, pages, resting="fp32"):
         probe = model.new_pool(1, page_tokens, page_tokens)
-        self.world = World(model, budget=slots * probe.slot_bytes + pages * probe.page_bytes, block=block, page_tokens=page_tokens)
+        self.folder = tempfile.TemporaryDirectory()
+        self.world = World(model, budget=slots * probe.slot_bytes + pages * probe.page_bytes, block=block, page_tokens=page_tokens,
+                           disk=Path(self.folder.name), resting=resting)
 
     def talk(self, which):
         return self.world.talks[which % len(self.world.talks)]
@@ -68,19 +73,27 @@ class Clients(RuleBasedStateMachine):
         self.world.close(self.talk(which), keep=keep > 0)
         self.world.check()
 
+    @rule(really=st.integers(0, 3))
+    def restart(self, really):
+        """The process ends, another one finds what is on the disk."""
+        if really == 0:
+            self.world.restart()
+            self.world.check()
+
     def teardown(self):
         if hasattr(self, "world"):
             self.world.finish()
+            self.folder.cleanup()
 
 
 class Bookkeeping(Clients):
     """On the model that watches."""
 
     @initialize(block=st.sampled_from([4, 8, 16]), page_tokens=st.sampled_from([4, 6, 8, 24]), slots=st.sampled_from([2, 5, 40]),
-                pages=st.sampled_from([6, 20, 100]))
-    def start(self, block, page_tokens, slots, pages):
+                pages=st.sampled_from([6, 20, 100]), resting=st.sampled_from(["fp32", "bf16", "int8"]))
+    def start(self, block, page_tokens, slots, pages, resting):
         """Memory for much or for hardly anything."""
-        self.begin(HashModel(), block, page_tokens, slots, pages)
+        self.begin(HashModel(), block, page_tokens, slots, pages, resting)
 
 
 class Computing(Clients):
@@ -108,13 +121,14 @@ TestComputing.settings = FORM
 
 
 def use(model, seed, operations, slots, pages, **shape):
-    """So many random operations on one cache."""
+    """So many random operations on one cache; every second seed has a disk."""
     draw = random.Random(seed)
     probe = model.new_pool(1, shape["page_tokens"], shape["page_tokens"])
-    world = World(model, budget=slots * probe.slot_bytes + pages * probe.page_bytes, **shape)
-    for _ in range(operations):
-        random_operation(world, draw)
-    world.finish()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(model, budget=slots * probe.slot_bytes + pages * probe.page_bytes, disk=Path(folder) if seed % 2 else None, **shape)
+        for _ in range(operations):
+            random_operation(world, draw)
+        world.finish()
     return world
 
 
@@ -123,7 +137,8 @@ def use(model, seed, operations, slots, pages, **shape):
 def test_no_wrong_state_in_tens_of_thousands_of_operations(seed):
     draw = random.Random(seed)
     world = use(HashModel(), seed, 1000, draw.choice((3, 8, 20, 100)), draw.choice((8, 20, 60, 300)),
-                block=draw.choice((4, 8, 16)), page_tokens=draw.choice((4, 5, 8, 16, 24)))
+                block=draw.choice((4, 8, 16)), page_tokens=draw.choice((4, 5, 8, 16, 24)), resting=draw.choice(FORMS),
+                disk_bytes=draw.choice((3000, 20_000, 10**9)), disk_queue_bytes=draw.choice((2000, 10**9)))
     assert world.operations > 1000
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gnomon.errors import CapacityError, ConfigError
-from gnomon.serve.checkpoints import Kind
-from gnomon.serve.index import ID_BYTES, Node, packed
+from gnomon.serve.checkpoints import Kind, unpack
+from gnomon.serve.index import ID_BYTES, Node, packed, unpacked
 from gnomon.serve.pages import Pages
+from gnomon.serve.segments import Segment
 from gnomon.serve.store import Store
 from gnomon.units import format_bytes
 
@@ -22,22 +23,23 @@ from gnomon.units import format_bytes
 class Held:
     """A running sequence: its state in `slot`, its latents in `pages`, `length` tokens in both.
 
-    `cached_tokens` of the prompt were there at the start, and `note` says why not more. The order of a step is `reserve`, `copies`, the
-    forward, `advance`.
+    `cached_tokens` of the prompt were there at the start, and `note` says why not more; `error` bounds what packing lost of its state. The
+    order of a step is `reserve`, `copies`, the forward, `advance`.
     """
 
     def __init__(self, store: Store, root: Node, tip: Node | None, slot: int, data: bytes | bytearray, pages: Pages):
         self.store, self.index, self.memory = store, store.index, store.memory
-        self.slot, self._root = slot, root
+        self.slot, self.root = slot, root
         self.digests: list[bytes] = []
         self.turns: set[int] = set()
         self.note, self.cached_tokens, self.length = "", 0, 0 if tip is None else tip.depth * self.index.block
-        self._tip, self._start, self._data = tip, tip, bytearray(data)
+        self._tip, self._start, self.data = tip, tip, bytearray(data)
         self._owned = self.length % self.memory.page_tokens == 0  # whether the page of the next token is ours to write
         self._table, self._count = pages, len(pages)
         self._pending: dict[int, int] = {}
         self._made: set[bytes] = set()
         self._open = True
+        self.error = 0.0
         self.store.sequences += 1
 
     @property
@@ -83,7 +85,7 @@ class Held:
             return []
         block, memory, store = self.index.block, self.memory, self.store
         depths = range(start // block + 1, stop // block + 1)
-        self.index.chain(self._root, self._data, self.digests, stop // block)
+        self.index.chain(self.root, self.data, self.digests, stop // block)
         before = start
         node: Node | None = self._tip
         for depth in depths:
@@ -105,12 +107,12 @@ class Held:
         Raises `ConfigError` for tokens that are not those of the prompt, or for which nothing was reserved.
         """
         new, at = packed(tokens), self.length * ID_BYTES
-        known = self._data[at:at + len(new)]
+        known = self.data[at:at + len(new)]
         if known != new[:len(known)]:
             raise ConfigError(f"'tokens' after {self.length} are not those that the sequence was opened with")
         if self.length + len(tokens) > self._count * self.memory.page_tokens:
             raise ConfigError(f"{len(tokens)} tokens after {self.length} have no pages; reserve them before the forward")
-        self._data += new[len(known):]
+        self.data += new[len(known):]
         self.length += len(tokens)
         if self._tip is not None:
             self._index()
@@ -127,9 +129,10 @@ class Held:
         self.memory.share(pages, live=True)
         if self._tip is not None:
             self._tip.pins += 1
-        child = Held(self.store, self._root, self._tip, slot, self._data[:self.length * ID_BYTES], pages)
+        child = Held(self.store, self.root, self._tip, slot, self.data[:self.length * ID_BYTES], pages)
         child.digests, child.turns = self.digests[:self.length // self.index.block], set(self.turns)
         child.note, child.cached_tokens = f"forked after {self.length} tokens", self.length
+        child.error = self.error
         child.length, child._owned = self.length, self.length % self.memory.page_tokens == 0
         return child
 
@@ -143,6 +146,7 @@ class Held:
         if tip is not None:
             if keep:
                 self._mark_end(tip)
+                store.spill(tip)
             tip.pins -= 1
             while not keep and tip.parent is not None and tip.digest in self._made and not tip.children and not tip.pins:
                 tip.parent.pins += 1
@@ -168,6 +172,20 @@ class Held:
             node.checkpoint.kind = "end"
         self.store.worth.touch(node)
 
+    def load(self, segment: Segment) -> bool:
+        """Go on to the end of a piece from the disk without computing; `False`, and nothing changed, where it does not fit."""
+        start, stop, size = self.length, segment.name.stop, self.memory.page_tokens
+        ids = self.data[segment.name.start * ID_BYTES:stop * ID_BYTES]
+        if not segment.name.start <= start < stop or ids != segment.tokens or not self.reserve(stop - start):
+            return False
+        pool, places = self.memory.pool, torch.arange(start, stop)
+        pool.latents[self.pages.long()[places // size], :, places % size] = segment.latents[start - segment.name.start:]
+        unpack(segment.state, pool, self.slot)
+        self.error = segment.error
+        self.turns.add(stop // self.index.block)
+        self.advance(unpacked(bytes(self.data[start * ID_BYTES:stop * ID_BYTES])))
+        return True
+
     def leave(self) -> None:
         """Go on without the cache: nothing more is indexed."""
         tip, self._tip = self._tip, None
@@ -180,9 +198,9 @@ class Held:
         assert tip is not None
         block, width, size = self.index.block, self.index.width, self.memory.page_tokens
         full = self.length // block
-        self.index.chain(self._root, self._data, self.digests, full)
+        self.index.chain(self.root, self.data, self.digests, full)
         for depth in range(tip.depth + 1, full + 1):
-            digest, tokens = self.digests[depth - 1], bytes(self._data[(depth - 1) * width:depth * width])
+            digest, tokens = self.digests[depth - 1], bytes(self.data[(depth - 1) * width:depth * width])
             node = tip.children.get(digest)
             if node is None:
                 pages = self._table[(depth - 1) * block // size:-(-depth * block // size)]
@@ -218,7 +236,7 @@ class Held:
                 assert slot is not None
                 self.memory.pool.copy(self.slot, slot)
         if slot is not None:
-            self.store.publish(node, slot, kind)
+            self.store.publish(node, slot, kind, self.error)
 
     def _kind(self, depth: int) -> Kind:
         return "turn" if depth in self.turns else "grid"

@@ -14,8 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from gnomon.errors import CapacityError, CheckpointError, ConfigError
+from gnomon.serve.checkpoints import FORMS, Form
+from gnomon.serve.disk import DiskCounters, DiskTier
 from gnomon.serve.held import Held
 from gnomon.serve.index import ID_BYTES, Index, Node, packed, unpacked
 from gnomon.serve.pages import Memory
@@ -25,11 +29,20 @@ from gnomon.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """`hash_block`: tokens per hash block, the grid on which prefixes are shared (multiples of 64 keep a cached result's bits)."""
+    """`hash_block`: tokens per hash block, the grid on which prefixes are shared (multiples of 64 keep a cached result's bits).
+
+    `resting`: what becomes of a checkpoint that would have to go for want of memory, and of those on disk: "fp32" keeps all exact and lets
+    it go; "bf16" and "int8" pack it first. `disk_bytes` bounds the folder of the disk tier, `disk_queue_bytes` what waits to be written.
+    """
 
     hash_block: int = 64
+    resting: Form = "fp32"
+    disk_bytes: int = 16 << 30
+    disk_queue_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
+        if self.resting not in FORMS:
+            raise ConfigError(f"'resting' is '{self.resting}'; choose one of: {', '.join(FORMS)}")
         if self.hash_block < 1:
             raise ConfigError(f"'hash_block' is {self.hash_block}; use a positive number of tokens, best a multiple of 64")
 
@@ -50,15 +63,20 @@ class CacheStats:
     cached_tokens: int
     evicted_checkpoints: int
     evicted_blocks: int
+    packed_checkpoints: int
+    worst_error: float
+    disk: DiskCounters | None
 
 
 class PrefixCache:
     """All prefixes of one model. One thread at a time; `fingerprint` names model, weights and types, so that no other's states are used."""
 
-    def __init__(self, memory: Memory, settings: CacheSettings | None = None, fingerprint: str = ""):
+    def __init__(self, memory: Memory, settings: CacheSettings | None = None, fingerprint: str = "", disk: Path | None = None):
         self.memory, self.settings = memory, settings or CacheSettings()
         self.index = Index(fingerprint, self.settings.hash_block)
-        self.store = Store(self.index, memory)
+        self.disk = None if disk is None else DiskTier(
+            disk, _belongs(memory, fingerprint, self.settings.hash_block), self.settings.disk_bytes, self.settings.disk_queue_bytes)
+        self.store = Store(self.index, memory, self.settings.resting, self.disk)
         self._lookups = self._hits = self._prompt_tokens = self._cached_tokens = 0
 
     def open(self, tokens: Sequence[int], *, salt: str = "", boundaries: Sequence[int] = (), reuse: bool = True) -> Held:
@@ -69,22 +87,28 @@ class PrefixCache:
         """
         if not len(tokens):
             raise ConfigError("'tokens' is empty; a sequence begins with at least one token")
-        data, block = packed(tokens), self.settings.hash_block
+        data, block, limit = packed(tokens), self.settings.hash_block, (len(tokens) - 1) // self.settings.hash_block
         root, digests = self.index.root(salt), list[bytes]()
-        path = self.index.match(root, data, digests, (len(tokens) - 1) // block) if reuse else []
-        hit, slot = self._enter(root, path)
+        path = self.index.match(root, data, digests, limit) if reuse else []
+        hit, slot, error = self._enter(root, path)
         if slot is None:
             raise CapacityError(f"no room for another sequence: running ones take {format_bytes(self.memory.live_bytes)} of the cache's "
                                 f"{format_bytes(self.memory.budget_bytes)}; wait for one to end or raise the memory budget")
-        turns = {n // block for n in (*boundaries, len(tokens) - 1, len(tokens))} | ({len(path)} if len(path) > hit else set())
-        for depth in turns:
-            if 0 < depth <= len(path) and (checkpoint := path[depth - 1].checkpoint) is not None:
-                checkpoint.kind = "turn"
+        tip = path[hit - 1] if hit else root
         pages = self.store.pages_to(path[:hit])
         self.memory.share(pages, live=True)
-        held = Held(self.store, root, path[hit - 1] if hit else root, slot, data, pages)
-        held.digests, held.turns, held.cached_tokens = digests, turns, hit * block
+        held = Held(self.store, root, tip, slot, data, pages)
+        held.error = error
+        if reuse and self.disk is not None and hit < limit:
+            self._load(held, self.disk, digests, limit)
+            path = self.index.match(root, data, digests, limit)
+            hit = held.length // block
+        held.digests, held.cached_tokens = digests, hit * block
+        held.turns = {n // block for n in (*boundaries, len(tokens) - 1, len(tokens))} | ({len(path)} if len(path) > hit else set())
+        self._promote(path, held.turns)
         held.note = self._note(root, path, hit, digests, data) if reuse else "cache off"
+        if held.error:
+            held.note += f"; the state was packed, which changed it by up to {held.error:.0e}"
         if not reuse:
             held.leave()
         self._lookups += reuse
@@ -93,13 +117,30 @@ class PrefixCache:
         self._cached_tokens += hit * block
         return held
 
-    def _enter(self, root: Node, path: list[Node]) -> tuple[int, int | None]:
-        """The depth of the deepest block with a checkpoint, pinned, and a slot with that state; no slot where there is no room."""
+    def _load(self, held: Held, disk: DiskTier, digests: list[bytes], limit: int) -> None:
+        """Go on from the disk, piece by piece, as far as it has what follows."""
+        self.index.chain(held.root, held.data, digests, limit)
+        held.digests = digests
+        for name in disk.chain(held.root.digest, digests[:limit], held.length // self.settings.hash_block):
+            if name.stop > held.length:
+                segment = disk.read(name)
+                if segment is None or not held.load(segment):
+                    break
+
+    def _promote(self, path: list[Node], turns: set[int]) -> None:
+        """Blocks that end a turn, or where requests part, are worth more than they were."""
+        for depth in turns:
+            if 0 < depth <= len(path) and (checkpoint := path[depth - 1].checkpoint) is not None:
+                checkpoint.kind = "turn"
+
+    def _enter(self, root: Node, path: list[Node]) -> tuple[int, int | None, float]:
+        """The depth of the deepest block with a checkpoint, pinned; a slot with that state, or none where there is no room; its error."""
         for hit in range(len(path), 0, -1):
             node = path[hit - 1]
             if node.checkpoint is None:
                 continue
             node.pins += 1
+            error = node.checkpoint.error
             try:
                 slot = self.store.restore(node)
             except CheckpointError:
@@ -107,12 +148,12 @@ class PrefixCache:
                 continue
             if slot is None:
                 self.store.unpin(node)
-            return hit, slot
+            return hit, slot, error
         root.pins += 1
         slot = self.store.new_slot()
         if slot is None:
             self.store.unpin(root)
-        return 0, slot
+        return 0, slot, 0.0
 
     def stats(self) -> CacheStats:
         """What is held and what happened."""
@@ -121,7 +162,8 @@ class PrefixCache:
             budget_bytes=self.memory.budget_bytes, used_bytes=self.memory.used_bytes, live_bytes=self.memory.live_bytes,
             sequences=self.store.sequences, blocks=self.index.count, checkpoints=self.store.checkpoints, lookups=self._lookups,
             hits=self._hits, prompt_tokens=self._prompt_tokens, cached_tokens=self._cached_tokens,
-            evicted_checkpoints=counters.evicted_checkpoints, evicted_blocks=counters.evicted_blocks,
+            evicted_checkpoints=counters.evicted_checkpoints, evicted_blocks=counters.evicted_blocks, packed_checkpoints=counters.packed,
+            worst_error=counters.worst_error, disk=None if self.disk is None else self.disk.counters,
         )
 
     def clear(self) -> None:
@@ -131,7 +173,9 @@ class PrefixCache:
                 self.store.drop(node)
 
     def close(self) -> None:
-        """The server ends."""
+        """The server ends: what waits to be written to the disk is written."""
+        if self.disk is not None:
+            self.disk.close()
 
     def _note(self, root: Node, path: list[Node], hit: int, digests: list[bytes], data: bytes) -> str:
         """How many tokens are cached, and why not more."""
@@ -157,6 +201,13 @@ class PrefixCache:
 
 COMPARED = 16
 """Most continuations that are looked at to say where a prompt differs."""
+
+
+def _belongs(memory: Memory, fingerprint: str, block: int) -> dict[str, Any]:
+    """What the files of a cache depend on."""
+    pool = memory.pool
+    return {"fingerprint": fingerprint, "hash_block": block, "matrices": list(pool.matrices.shape[1:]), "conv": list(pool.conv.shape[1:]),
+            "latents": [pool.latents.shape[1], pool.latents.shape[3]], "latent_type": str(pool.latents.dtype)}
 
 
 def _agreement(a: bytes, b: bytes) -> int:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from gnomon.errors import CheckpointError
-from gnomon.serve.checkpoints import Checkpoint, Kind
+from gnomon.serve.checkpoints import Checkpoint, Form, Kind, pack, unpack
+from gnomon.serve.disk import DiskTier
 from gnomon.serve.index import Index, Node
 from gnomon.serve.pages import Memory, Pages
+from gnomon.serve.segments import Segment, SegmentName
 from gnomon.serve.worth import Worth
 
 
@@ -24,23 +27,28 @@ class Counters:
     evicted_checkpoints: int = 0
     evicted_blocks: int = 0
     mistaken: int = 0
+    packed: int = 0
+    worst_error: float = 0.0
 
 
 class Store:
     """Index, memory and the order of eviction, kept true together."""
 
-    def __init__(self, index: Index, memory: Memory):
-        self.index, self.memory = index, memory
+    def __init__(self, index: Index, memory: Memory, resting: Form = "fp32", disk: DiskTier | None = None):
+        self.index, self.memory, self.resting, self.disk = index, memory, resting, disk
         self.worth = Worth(index, memory)
         self.counters = Counters()
         self._stamps: dict[int, tuple[int, bytes]] = {}
         self.checkpoints = self.sequences = 0
 
     def room(self, *, slots: int = 0, pages: int = 0, worth: float = float("inf")) -> bool:
-        """Make room by evicting what is worth no more than `worth`; nothing is evicted where even everything would not be enough."""
+        """Make room by packing, then by evicting what is worth no more than `worth`; nothing goes where all would not be enough."""
         if not self.memory.could_fit(slots=slots, pages=pages):
             return False
         while not self.memory.fits(slots=slots, pages=pages):
+            if self.resting != "fp32" and self.memory.slot_bytes and (exact := self.worth.least_exact()) is not None:
+                self._rest(exact)
+                continue
             node = self.worth.least(worth)
             if node is None:
                 return False
@@ -58,12 +66,12 @@ class Store:
         self.worth.changed(parent)
         return node
 
-    def publish(self, node: Node, slot: int, kind: Kind) -> None:
+    def publish(self, node: Node, slot: int, kind: Kind, error: float = 0.0) -> None:
         """The slot, a running sequence's so far, becomes the checkpoint of a block that has none."""
         assert node.checkpoint is None, "a checkpoint is never replaced"
         self.memory.settle_slot(slot)
         length = node.depth * self.index.block
-        node.checkpoint = Checkpoint(length=length, digest=node.digest, slot=slot, kind=kind)
+        node.checkpoint = Checkpoint(length=length, digest=node.digest, slot=slot, bytes=self.memory.slot_bytes, kind=kind, error=error)
         self._stamps[slot] = (length, node.digest)
         self.checkpoints += 1
         self.worth.touch(node)
@@ -71,45 +79,76 @@ class Store:
     def restore(self, node: Node) -> int | None:
         """A live slot with the state of the node's checkpoint, or `None` where there is no room for one.
 
-        The checkpoint is copied; only where nothing else can go is its own slot handed over. Raises `CheckpointError`, and the checkpoint
-        is gone, where it is not what the node says.
+        The checkpoint is copied; only where nothing else can go does it make room itself. Raises `CheckpointError`, and the checkpoint is
+        gone, where it is not what the node says.
         """
         checkpoint = node.checkpoint
         assert checkpoint is not None
         expected = (node.depth * self.index.block, node.digest)
-        if (checkpoint.length, checkpoint.digest) != expected or self._stamps.get(checkpoint.slot) != expected:
+        stamp = expected if checkpoint.slot is None else self._stamps.get(checkpoint.slot)
+        if (checkpoint.length, checkpoint.digest) != expected or stamp != expected:
             self.counters.mistaken += 1
             self.drop(node)
             raise CheckpointError(f"the state kept after token {expected[0]} is not of this prefix")
         node.checkpoint = None  # out of reach of eviction
-        fits = self.room(slots=1)
+        slot = self.new_slot()
         node.checkpoint = checkpoint
-        if fits:
-            slot = self.memory.take_slot()
-            assert slot is not None
+        if slot is None:
+            return self._hand_over(node, checkpoint)
+        if checkpoint.slot is not None:
             self.memory.pool.copy(checkpoint.slot, slot)
-            checkpoint.hits += 1
-            self.worth.touch(node)
-            return slot
-        slot = checkpoint.slot
-        self.memory.settle_slot(slot, live=True)
-        if self.memory.live_bytes > self.memory.budget_bytes:
-            self.memory.settle_slot(slot)
+        elif checkpoint.packed is not None:
+            unpack(checkpoint.packed, self.memory.pool, slot)
+        checkpoint.hits += 1
+        self.worth.touch(node)
+        return slot
+
+    def _hand_over(self, node: Node, checkpoint: Checkpoint) -> int | None:
+        """The memory of the checkpoint itself becomes the live slot, where that is enough."""
+        if not self.memory.could_fit(slots=1):
             self.worth.changed(node)
             return None
-        self._forget(node)
+        packed = checkpoint.packed
+        slot = self._forget(node)
+        if slot is not None:
+            self.memory.settle_slot(slot, live=True)
+            return slot
+        slot = self.new_slot()
+        if slot is not None and packed is not None:
+            unpack(packed, self.memory.pool, slot)
         return slot
+
+    def _rest(self, node: Node) -> None:
+        """Pack a checkpoint, so that nothing has to go yet."""
+        checkpoint = node.checkpoint
+        assert checkpoint is not None and checkpoint.slot is not None
+        packed = pack(self.memory.pool, checkpoint.slot, self.resting)
+        self.memory.give_slot(checkpoint.slot)
+        del self._stamps[checkpoint.slot]
+        counted = self.memory.take_bytes(packed.bytes)
+        assert counted, "a packed state is larger than its slot"
+        checkpoint.slot, checkpoint.packed, checkpoint.bytes = None, packed, packed.bytes
+        checkpoint.error += packed.error
+        self.counters.packed += 1
+        self.counters.worst_error = max(self.counters.worst_error, packed.error)
+        self.worth.changed(node)
 
     def drop(self, node: Node) -> None:
         """Forget a node's checkpoint, and the blocks that are of no use without it."""
-        self.memory.give_slot(self._forget(node))
+        slot = self._forget(node)
+        if slot is not None:
+            self.memory.give_slot(slot)
         self.prune(node)
 
-    def _forget(self, node: Node) -> int:
+    def _forget(self, node: Node) -> int | None:
+        """Take the checkpoint off its node; its slot, if it has one, is the caller's now."""
         checkpoint = node.checkpoint
         assert checkpoint is not None
         node.checkpoint = None
-        del self._stamps[checkpoint.slot]
+        if checkpoint.slot is not None:
+            del self._stamps[checkpoint.slot]
+        else:
+            self.memory.give_bytes(checkpoint.bytes)
         self.checkpoints -= 1
         self.counters.evicted_checkpoints += 1
         self.index.mourn(node.digest)
@@ -131,6 +170,50 @@ class Store:
         """One running sequence less stands here."""
         node.pins -= 1
         self.prune(node)
+
+    def spill(self, tip: Node) -> None:
+        """Have the turns and ends on the way to a block written to the disk, each with the blocks since the one before it."""
+        disk = self.disk
+        if disk is None:
+            return
+        path: list[Node] = []
+        node = tip
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        there, begin, parent = disk.ends([node.digest for node in path]), 0, node.digest
+        for i, node in enumerate(path):
+            checkpoint = node.checkpoint
+            if node.digest not in there:
+                if checkpoint is None or checkpoint.kind == "grid":
+                    continue
+                pages = (i + 1 - begin) * self.index.block * self.memory.page_bytes // self.memory.page_tokens
+                if not disk.room(checkpoint.bytes + pages):
+                    continue
+                disk.offer(self._segment(parent, path[begin:i + 1], checkpoint))
+            begin, parent = i + 1, node.digest
+
+    def _segment(self, parent: bytes, nodes: list[Node], checkpoint: Checkpoint) -> Segment:
+        """A copy of these blocks' latents and of the state after them."""
+        block, size = self.index.block, self.memory.page_tokens
+        start = (nodes[0].depth - 1) * block
+        places = np.arange(start, checkpoint.length)
+        pages = np.empty(len(places), np.int64)
+        for node in nodes:
+            first = (node.depth - 1) * block
+            own = slice(first - start, first - start + block)
+            pages[own] = np.array(node.pages)[places[own] // size - first // size]
+        pool, offsets = self.memory.pool, torch.from_numpy(places % size)
+        state = checkpoint.packed
+        if checkpoint.slot is not None:
+            state = pack(pool, checkpoint.slot, self.resting)
+        assert state is not None
+        return Segment(
+            name=SegmentName(parent=parent, digest=checkpoint.digest, start=start, stop=checkpoint.length),
+            tokens=b"".join(node.tokens for node in nodes), latents=pool.latents[torch.from_numpy(pages), :, offsets],
+            state=state, error=checkpoint.error + (state.error if checkpoint.packed is None else 0.0),
+        )
 
     def pages_to(self, path: list[Node]) -> Pages:
         """Pages of a path from the root, one for each `page_tokens` tokens: of those that know a page, the deepest block has all of it."""

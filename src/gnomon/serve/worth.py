@@ -24,13 +24,14 @@ FARTHEST = 4096
 
 
 class Worth:
-    """A queue of the tree's checkpoints, the least worth first."""
+    """Queues of the tree's checkpoints, the least worth first: of all, and of those that lie in a slot and could be packed."""
 
     def __init__(self, index: Index, memory: Memory):
         self.index, self.memory = index, memory
         self.clock = 0.0
         self._order = count()
-        self._queue: list[tuple[float, int, Node]] = []
+        self._all: list[tuple[float, int, Node]] = []
+        self._exact: list[tuple[float, int, Node]] = []
         self._saved = saved_flops(memory.config)
 
     def touch(self, node: Node) -> None:
@@ -43,11 +44,13 @@ class Worth:
     def changed(self, node: Node) -> None:
         """Something that its worth depends on is different."""
         checkpoint = node.checkpoint
-        if checkpoint is not None:
-            checkpoint.score = self.score(node)
-            heapq.heappush(self._queue, (checkpoint.score, next(self._order), node))
-            if len(self._queue) > 4 * self.index.count + 1024:
-                self._queue = sorted(entry for entry in self._queue if entry[2].checkpoint and entry[2].checkpoint.score == entry[0])
+        if checkpoint is None:
+            return
+        checkpoint.score = self.score(node)
+        for queue in (self._all, self._exact)[:2 if checkpoint.packed is None else 1]:
+            heapq.heappush(queue, (checkpoint.score, next(self._order), node))
+            if len(queue) > 4 * self.index.count + 1024:
+                queue[:] = sorted(entry for entry in queue if entry[2].checkpoint and entry[2].checkpoint.score == entry[0])
 
     def score(self, node: Node) -> float:
         """The worth of the node's checkpoint."""
@@ -62,29 +65,37 @@ class Worth:
         leaf = not node.children and not node.pins
         pages = (node.depth - start) * self.index.block * self.memory.page_bytes / self.memory.page_tokens if leaf else 0
         reuse = (1.0 if checkpoint.kind == "grid" else TURN) * (1 + checkpoint.hits) * max(1, len(node.children))
-        return checkpoint.floor + self._saved(start * self.index.block, checkpoint.length) * reuse / (self.memory.slot_bytes + pages + 1)
+        return checkpoint.floor + self._saved(start * self.index.block, checkpoint.length) * reuse / (checkpoint.bytes + pages + 1)
 
     def prospect(self, start: int, stop: int, turn: bool) -> float:
         """What a checkpoint after `stop` tokens will be worth if the one before it is after `start`."""
         return self.clock + self._saved(start, stop) * (TURN if turn else 1.0) / (self.memory.slot_bytes + 1)
 
     def least(self, below: float = float("inf")) -> Node | None:
-        """Take out the node whose checkpoint is worth least, if that is no more than `below`."""
-        while self._queue:
-            score, _, node = self._queue[0]
-            if node.checkpoint is None or node.checkpoint.score != score:
-                heapq.heappop(self._queue)
-                continue
-            true = self.score(node)
-            if true > score:
-                heapq.heappop(self._queue)
+        """Take out the node whose checkpoint is worth least, if that is no more than `below`; the floor rises to it."""
+        node = self._least(self._all, below)
+        if node is not None and node.checkpoint is not None:
+            self.clock = max(self.clock, node.checkpoint.score)
+        return node
+
+    def least_exact(self) -> Node | None:
+        """Take out the node whose checkpoint is worth least of those that are not packed; its worth is to be told anew."""
+        return self._least(self._exact, float("inf"))
+
+    def _least(self, queue: list[tuple[float, int, Node]], below: float) -> Node | None:
+        while queue:
+            score, _, node = queue[0]
+            checkpoint = node.checkpoint
+            if checkpoint is None or checkpoint.score != score or (queue is self._exact and checkpoint.packed is not None):
+                heapq.heappop(queue)
+            elif self.score(node) > score:
+                heapq.heappop(queue)
                 self.changed(node)
-                continue
-            if score > below:
+            elif score > below:
                 return None
-            heapq.heappop(self._queue)
-            self.clock = max(self.clock, score)
-            return node
+            else:
+                heapq.heappop(queue)
+                return node
         return None
 
 
