@@ -2,12 +2,15 @@
 
 import random
 
+import inference_models
 import numpy as np
 import pytest
 import torch
-from cache_worlds import CONFIG, HashModel, World, state_of, write_state
+from cache_worlds import CONFIG, HashModel, RealModel, World, state_of, write_state
 
 from gnomon.errors import CapacityError, ConfigError
+from gnomon.kernels import native
+from gnomon.model.config import preset
 from gnomon.serve.pages import Memory
 from gnomon.serve.prefix import CacheSettings, PrefixCache
 
@@ -247,3 +250,31 @@ def test_the_cache_in_numbers():
     assert stats.blocks == stats.checkpoints == 5 and 0 < stats.used_bytes <= stats.budget_bytes and stats.live_bytes == 0
     assert isinstance(w.cache, PrefixCache)
     w.finish()
+
+
+def test_memory_is_what_the_arithmetic_of_the_model_says():
+    tiny = preset("tiny")
+
+    class Tiny(HashModel):
+        config = tiny
+
+    memory, tokens = Memory(Tiny(), 1 << 30), 131_072
+    expected = tokens * tiny.kv_bytes_per_token(4) + tiny.state_bytes() + tiny.conv_state_bytes(4)
+    assert memory.bytes_for(tokens) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("steady", [True, False])
+def test_from_every_boundary_the_result_has_the_same_bits(steady):
+    """However the sequences were cut if the model is steady; else where both are cut into the same chunks."""
+    model = RealModel(inference_models.model())
+    assert model.network.steady(steady) is True
+    w = World(model, budget=64 << 20, block=64, page_tokens=64)
+    prompt = [token % 61 for token in ids(400, 1)]
+    cold = model.logits(w.open(prompt, reuse=False).held, prompt, 400 if steady else 64)
+    say(w, prompt[:250] if steady else prompt, prompt[250:] if steady else (), chunk=64)
+    for boundary in range(64, 400, 64):
+        held = w.cache.open([*prompt[:boundary + 1], 60])
+        assert held.cached_tokens == boundary
+        assert torch.equal(model.logits(held, prompt[boundary:], 400 if steady else 64), cold)
+        held.close(keep=False)

@@ -81,6 +81,16 @@ class RealModel:
             self._known[key] = self.network.forward(rows, pool).logits.log_softmax(-1)
         return self._known[key]
 
+    def logits(self, held, tokens, chunk):
+        """Logits after these further tokens of one sequence that is open, computed in chunks."""
+        assert held.reserve(len(tokens))
+        for start in range(0, len(tokens), chunk):
+            piece = tokens[start:start + chunk]
+            rows = PackedRows(tokens=torch.tensor(piece), bounds=torch.tensor([0, len(piece)]), past=torch.tensor([held.length + start]),
+                              slots=torch.tensor([held.slot]), pages=held.pages[None].contiguous())
+            last = self.network.forward(rows, held.memory.pool).logits[0]
+        return last
+
     def run(self, jobs, pool):
         """All jobs in one call."""
         bounds, width = [0], max(len(held.pages) for held, *_ in jobs)

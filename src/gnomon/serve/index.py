@@ -82,10 +82,14 @@ class Index:
     def match(self, root: Node, data: bytes | bytearray, digests: list[bytes], limit: int) -> list[Node]:
         """The known blocks at the beginning of `data`, at most `limit`; `digests` grows to the first that is unknown."""
         path, node, width = [], root, self.width
-        for i in range(limit):
-            self.chain(root, data, digests, i + 1)
-            child = node.children.get(digests[i])
-            if child is None or child.tokens != data[i * width:(i + 1) * width]:
+        before = root.digest
+        for i in range(limit):  # this loop is what a look-up costs
+            tokens = data[i * width:(i + 1) * width]
+            if i == len(digests):
+                digests.append(chained(before, tokens))
+            before = digests[i]
+            child = node.children.get(before)
+            if child is None or child.tokens != tokens:
                 break
             path.append(child)
             node = child
@@ -131,6 +135,6 @@ class Index:
         return list(self._roots.values())
 
 
-def chained(before: bytes, block: bytes | memoryview) -> bytes:
+def chained(before: bytes, block: bytes | bytearray | memoryview) -> bytes:
     """The hash of a block after the block with hash `before`."""
     return blake2b(block, key=before, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,256 @@
+"""What does the prefix cache save, and what does it cost?
+
+Everything runs on the cache and the inference model directly, without a server, so that only these two are measured; the peer in the same
+run is the same model without a cache.
+
+    OMP_NUM_THREADS=2 python benchmarks/serve_cache.py            # all parts, the K3-shaped medium model for time to first token and forks
+    OMP_NUM_THREADS=2 python benchmarks/serve_cache.py --short    # the same on the tiny model and short prompts, in seconds
+    OMP_NUM_THREADS=2 python benchmarks/serve_cache.py --only reuse lookup
+"""
+
+import argparse
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernels_decode import RandomWeights, medium
+from machine import save, spread
+
+from gnomon.kernels import native
+from gnomon.model.config import ModelConfig, preset
+from gnomon.model.inference import InferenceModel
+from gnomon.model.inference_state import PackedRows
+from gnomon.model.transformer import Transformer
+from gnomon.serve.held import Held
+from gnomon.serve.pages import Memory
+from gnomon.serve.prefix import CacheSettings, PrefixCache
+from gnomon.units import format_bytes
+
+STEP = 2048
+BRANCHES, BRANCH_TOKENS = 16, 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much is measured: tokens of the long conversation and of the longest context, repetitions."""
+
+    model: str
+    cached: int
+    context: int
+    runs: int
+    indexed: int
+
+
+FULL = Sizes(model="medium", cached=8192, context=131_072, runs=5, indexed=1_000_000)
+SHORT = Sizes(model="tiny", cached=1024, context=4096, runs=5, indexed=100_000)
+
+
+def build(name: str) -> InferenceModel:
+    """The tiny preset in fp32, or the K3-shaped medium model with random weights as released."""
+    if name == "tiny":
+        return InferenceModel.from_transformer(Transformer(preset("tiny")).initialise(seed=0), "fp32")
+    return InferenceModel(medium(), RandomWeights(medium()))
+
+
+def ids(count: int, seed: int, config: ModelConfig) -> list[int]:
+    """Random ids."""
+    draw = random.Random(seed)
+    return [draw.randrange(config.vocab_size) for _ in range(count)]
+
+
+class Server:
+    """A model with a cache: whole prompts, and steps of several sequences."""
+
+    def __init__(self, model: InferenceModel, budget: int, **more: Any):
+        self.model, self.cache = model, PrefixCache(Memory(model, budget), **more)
+
+    def step(self, plan: list[tuple[Held, list[int]]]) -> torch.Tensor:
+        """One forward; logits of each sequence's last token."""
+        copies, bounds, width = [], [0], 0
+        for i, (held, new) in enumerate(plan):
+            if not held.reserve(len(new)):
+                raise SystemExit("the budget is too small for this measurement")
+            copies += [(i, seen, slot) for seen, slot in held.copies(held.length, held.length + len(new))]
+            bounds.append(bounds[-1] + len(new))
+            width = max(width, len(held.pages))
+        pages = torch.zeros(len(plan), width, dtype=torch.int32)
+        for i, (held, _) in enumerate(plan):
+            pages[i, :len(held.pages)] = held.pages
+        rows = PackedRows(
+            tokens=torch.tensor([token for _, new in plan for token in new]), bounds=torch.tensor(bounds),
+            past=torch.tensor([held.length for held, _ in plan]), slots=torch.tensor([held.slot for held, _ in plan]), pages=pages,
+            copies=torch.tensor(copies) if copies else None,
+        )
+        logits = self.model.forward(rows, self.cache.memory.pool).logits
+        assert logits is not None
+        for held, new in plan:
+            held.advance(new)
+        return logits
+
+    def prompt(self, tokens: list[int], *, reuse: bool = True) -> Held:
+        """A prompt to its first logits, in steps of some thousand tokens."""
+        held = self.cache.open(tokens, reuse=reuse)
+        while held.length < len(tokens):
+            self.step([(held, tokens[held.length:held.length + STEP])])
+        return held
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def reuse(_: Sizes) -> dict[str, Any]:
+    """Tokens reused where a server with one live state per conversation reuses few or none (llama-server's figures beside ours)."""
+    model = build("tiny")
+    server = Server(model, 4 << 30)
+    long, first, second = (ids(n, n, model.config) for n in (6000, 332, 400))
+    system = ids(1000, 1, model.config)
+    scenarios = [
+        ("cold", long, 0), ("the same prompt again", long, 5996), ("next turn", long + first, 6015),
+        ("an earlier turn edited: first 4,000 kept", long[:4000] + second, 0), ("back to the branch that was left", long + first, 3884),
+        ("a system prompt of 1,000 tokens, first conversation", system + ids(3000, 2, model.config), 0),
+        ("the same system prompt, another conversation", system + ids(2500, 3, model.config), 0),
+        ("the same system prompt, a third", system + ids(2500, 4, model.config), 0),
+    ]
+    rows = []
+    for name, prompt, theirs in scenarios:
+        held = server.prompt(prompt)
+        rows.append({"scenario": name, "prompt": len(prompt), "reused": held.cached_tokens, "llama_server": theirs, "note": held.note})
+        print(f"{name:55s} {len(prompt):6d} tokens, {held.cached_tokens:6d} reused (llama-server {theirs})", flush=True)
+        held.close()
+    return {"scenarios": rows}
+
+
+def first_token(sizes: Sizes) -> dict[str, Any]:
+    """Time to first token: cold, and with all but 64 tokens cached; from memory, and from the disk after a restart."""
+    model = build(sizes.model)
+    past = ids(sizes.cached, 1, model.config)
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(model, 8 << 30, disk=Path(folder), settings=CacheSettings(disk_queue_bytes=8 << 30))
+        server.prompt(past).close()
+        cold = [timed(lambda: server.prompt(past + ids(64, 1, model.config), reuse=False).close()) for _ in range(sizes.runs)]
+        warm, lookups = [], []
+        for run in range(sizes.runs + 1):
+            asked = past + ids(64, 100 + run, model.config)
+            warm.append(timed(lambda asked=asked: server.prompt(asked).close(keep=False)))
+            lookups.append(timed(lambda asked=asked: server.cache.open(asked).close(keep=False)))
+        server.cache.close()
+        disk = []
+        for run in range(3):
+            again = Server(model, 8 << 30, disk=Path(folder))
+            asked = past + ids(64, 200 + run, model.config)
+            disk.append(timed(lambda again=again, asked=asked: again.prompt(asked).close(keep=False)))
+            again.cache.close()
+    slow, fast, opening, stored = (statistics.median(x) for x in (cold, warm[1:], lookups[1:], disk))
+    ratio = slow / fast
+    print(f"{sizes.cached} tokens cached and 64 new, {sizes.model}: cold {slow:.3f} s, cached {fast:.4f} s ({ratio:.0f} times faster), "
+          f"opening {opening * 1e3:.2f} ms; from the disk {stored:.3f} s", flush=True)
+    return {"cold": spread(cold), "cached": spread(warm[1:]), "open": spread(lookups[1:]), "disk": spread(disk), "times_faster": ratio}
+
+
+def forks(sizes: Sizes) -> dict[str, Any]:
+    """Sixteen branches of one conversation against one cold prefill and the branches' own tokens."""
+    model = build(sizes.model)
+    past = ids(sizes.cached, 1, model.config)
+    ratios, forking = [], []
+    for run in range(max(1, sizes.runs // 2)):
+        server = Server(model, 8 << 30)
+        cold = timed(lambda server=server: server.prompt(past, reuse=False).close())
+        start = time.perf_counter()
+        trunk = server.prompt(past)
+        at = time.perf_counter()
+        branches = [trunk.fork() for _ in range(BRANCHES)]
+        forking.append((time.perf_counter() - at) / BRANCHES)
+        own = 0.0
+        for step in range(BRANCH_TOKENS):
+            plan = [(branch, [(run + step * 31 + i) % model.config.vocab_size]) for i, branch in enumerate(branches)]
+            own += timed(lambda server=server, plan=plan: server.step(plan))
+        ratios.append((time.perf_counter() - start - own) / cold)
+    print(f"{BRANCHES} branches of {sizes.cached} tokens, {sizes.model}: {statistics.median(ratios):.2f} cold prefills and the branches' "
+          f"own tokens; a fork {statistics.median(forking) * 1e3:.2f} ms", flush=True)
+    return {"cold_prefills": spread(ratios), "fork_seconds": spread(forking), "branches": BRANCHES}
+
+
+def memory(sizes: Sizes) -> dict[str, Any]:
+    """Resident bytes of one long context of the tiny model against the arithmetic of its configuration."""
+    model = build("tiny")
+    config = model.config
+    Server(model, 1 << 30).prompt(ids(STEP, 1, config), reuse=False).close()  # the arena, and whatever else the first steps need
+    server, before = Server(model, 1 << 30), resident()
+    held = server.prompt(ids(sizes.context, 2, config), reuse=False)
+    grown, counted = resident() - before, held.bytes
+    expected = sizes.context * config.kv_bytes_per_token(4) + config.state_bytes() + config.conv_state_bytes(4)
+    print(f"{sizes.context} tokens of context, tiny, fp32: {format_bytes(grown)} resident, {format_bytes(counted)} counted, "
+          f"{format_bytes(expected)} by arithmetic", flush=True)
+    return {"context": sizes.context, "resident_bytes": grown, "counted_bytes": counted, "expected_bytes": expected,
+            "counted_share": counted / expected, "resident_share": grown / expected}
+
+
+def resident() -> int:
+    """Resident bytes of this process."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def lookup(sizes: Sizes) -> dict[str, Any]:
+    """Processor time of the cache's own work with a long index: opening a prompt that is all there, one that parts, and a step."""
+    model = build("tiny")
+    cache = PrefixCache(Memory(model, 8 << 30))
+    tokens = ids(sizes.indexed, 1, model.config)
+    held = cache.open(tokens)
+    indexing = 0.0
+    while held.length < len(tokens):  # nothing is computed: the index does not look into states
+        piece = tokens[held.length:held.length + STEP]
+        start = time.process_time()
+        if not held.reserve(len(piece)):
+            raise SystemExit("the budget is too small for this measurement")
+        held.copies(held.length, held.length + len(piece))
+        held.advance(piece)
+        indexing += time.process_time() - start
+    whole = [processor_time(lambda: cache.open(tokens).close()) for _ in range(sizes.runs)]
+    parted = [processor_time(lambda: cache.open([*tokens[:1000], *tokens[:len(tokens) // 2]]).close()) for _ in range(sizes.runs)]
+    print(f"an index of {cache.index.count} blocks: {indexing / len(tokens) * 64e6:.1f} us to build one; opening {sizes.indexed} tokens "
+          f"{statistics.median(whole) * 1e3:.1f} ms, half as many that part at 1,000 {statistics.median(parted) * 1e3:.1f} ms", flush=True)
+    return {"blocks": cache.index.count, "index_seconds_per_block": indexing / len(tokens) * 64, "open_all": spread(whole),
+            "open_parted": spread(parted)}
+
+
+def processor_time(run: Callable[[], object]) -> float:
+    """Processor seconds."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+PARTS = {"reuse": reuse, "first_token": first_token, "forks": forks, "memory": memory, "lookup": lookup}
+
+
+def main() -> None:
+    """Print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="the tiny model and short prompts; nothing is saved")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    asked = parser.parse_args()
+    if reason := native.unavailable():
+        sys.exit(f"the inference model needs the C++ library: {reason}")
+    results = {part: PARTS[part](SHORT if asked.short else FULL) for part in asked.only}
+    if not asked.short and len(results) == len(PARTS):
+        save("serve_cache", {"threads": torch.get_num_threads(), "instructions": native.instruction_set(), **results})
+
+
+if __name__ == "__main__":
+    main()
