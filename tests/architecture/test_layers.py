@@ -24,6 +24,7 @@ TORCH_FREE = [
     "gnomon", "gnomon.errors", "gnomon.units", "gnomon.extend", "gnomon.config", "gnomon.cli", "gnomon.kernels.operator",
     "gnomon.model", "gnomon.model.config", "gnomon.data", "gnomon.data.tokenizer", "gnomon.data.corpus", "gnomon.data.shards",
     "gnomon.data.messages", "gnomon.data.chat", "gnomon.data.formats.xtml", "gnomon.data.formats.kimi_linear",
+    *(f"gnomon.data.dialects.{name}" for name in ("openai_chat", "openai_completions", "openai_responses", "anthropic")),
     "gnomon.train", "gnomon.train.recipe",
 ]
 

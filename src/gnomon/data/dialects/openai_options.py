@@ -30,7 +30,7 @@ def sampling(body: Fields) -> dict[str, Any]:
     cache = body.flag("cache")
     return {
         "model": body.text("model"),
-        "temperature": body.number("temperature", 0, 100), "top_p": _share(body, "top_p"), "top_k": _top_k(body),
+        "temperature": body.number("temperature", 0, 100), "top_p": share(body, "top_p"), "top_k": top_k(body),
         "min_p": body.number("min_p", 0, 1), "repetition_penalty": body.number("repetition_penalty", 0.01, 100),
         "presence_penalty": body.number("presence_penalty", -2, 2), "frequency_penalty": body.number("frequency_penalty", -2, 2),
         "logit_bias": _logit_bias(body), "seed": None if seed is None else seed % 2**63, "stop": body.texts("stop", MOST_STOPS),
@@ -50,14 +50,16 @@ def streaming(body: Fields) -> dict[str, Any]:
     return {"stream": stream, "include_usage": bool(options and options.flag("include_usage"))}
 
 
-def _share(body: Fields, name: str) -> float | None:
+def share(body: Fields, name: str) -> float | None:
+    """A number above 0 and at most 1, such as `top_p`."""
     value = body.number(name, 0, 1)
     if value == 0:
         raise Refused(f"'{name}' is 0; it must be above 0 and at most 1 (use 'temperature': 0 for the likeliest token)", name)
     return value
 
 
-def _top_k(body: Fields) -> int | None:
+def top_k(body: Fields) -> int | None:
+    """`top_k`: 0 and -1 are no limit."""
     value = body.integer("top_k", -1, MOST_TOKENS)
     return 0 if value == -1 else value  # other servers write "no limit" as -1
 
