@@ -165,6 +165,14 @@ def test_changes_are_seen_as_they_happen(tmp_path: Path) -> None:
         (tmp_path / "new").write_text("x")
         event = await asyncio.wait_for(first, 10)
         assert (event.path, event.kind) == (f"{tmp_path}/new", "create")
+        await files.write(channel, f"{tmp_path}/whole", b"1", None)
+        await files.write(channel, f"{tmp_path}/whole", b"2", None)
+        seen: list[str] = []
+        while len(seen) < 3:
+            event = await asyncio.wait_for(anext(events), 10)
+            assert ".part" not in event.path
+            seen += [event.kind] if event.path == f"{tmp_path}/whole" else []
+        assert seen == ["create", "write", "write"]
         await events.aclose()
 
     with_agent(use)

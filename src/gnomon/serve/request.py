@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from gnomon.errors import ConfigError
 
 Priority = Literal["interactive", "batch"]
-PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 Reason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 

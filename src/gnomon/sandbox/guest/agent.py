@@ -314,6 +314,8 @@ class Agent:
         upload = self.uploads.pop(header["file"], None) or agent_files.Upload(header["path"], header.get("mode"))
         upload.add(payload)
         if header["last"]:
+            if upload.fresh and self.watches.queues:
+                self.watches.fresh.add(upload.target)
             upload.finish()
         else:
             self.uploads[header["file"]] = upload

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator
 
 PIECE = 1 << 18
+HIDDEN = ".gnomon-part-"
 EVENT = struct.Struct("iIII")
 CREATE, MODIFY, ATTRIBUTES, GONE, MOVED_FROM, MOVED_TO = 0x100, 0x2, 0x4, 0x200, 0x40, 0x80
 WATCHED = CREATE | MODIFY | ATTRIBUTES | GONE | MOVED_FROM | MOVED_TO
@@ -88,7 +89,8 @@ class Upload:
             raise OSError(22, f"{path} is not a regular file")
         os.makedirs(os.path.dirname(target), exist_ok=True)
         self.target = target
-        self.scratch = f"{target}.{os.getpid()}.{os.urandom(6).hex()}.part"
+        self.fresh = not os.path.exists(target)
+        self.scratch = os.path.join(os.path.dirname(target), f"{HIDDEN}{os.urandom(8).hex()}")
         self.handle = os.open(self.scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def add(self, data: bytes) -> None:
@@ -220,6 +222,7 @@ class Watches:
 
     def __init__(self) -> None:
         self.queues: dict[int, tuple[int, bool, dict[int, str]]] = {}
+        self.fresh: set[str] = set()
         self.library: ctypes.CDLL | None = None
 
     def open(self, key: int, path: str, recursive: bool) -> int:
@@ -242,18 +245,26 @@ class Watches:
             self.queues[handle][2][number] = folder
 
     def read(self, handle: int) -> tuple[int, list[tuple[str, str]]]:
-        """The watch's key and what happened: paths and kinds."""
+        """The watch's key and what happened: paths and kinds. An `Upload` looks like the plain writing of a file."""
         key, recursive, folders = self.queues[handle]
         events: list[tuple[str, str]] = []
+        uploads: set[int] = set()
         data = os.read(handle, 1 << 16)
         while data:
-            number, mask, _, length = EVENT.unpack_from(data)
+            number, mask, cookie, length = EVENT.unpack_from(data)
             name = os.fsdecode(data[EVENT.size : EVENT.size + length].rstrip(b"\0"))
             data = data[EVENT.size + length :]
             if number not in folders or not name:
                 continue
             path = os.path.join(folders[number], name)
-            events += [(path, kind) for bit, kind in KINDS if mask & bit]
+            if name.startswith(HIDDEN):
+                uploads.add(cookie if mask & MOVED_FROM else 0)
+            elif mask & MOVED_TO and cookie in uploads:
+                events += [(path, "create")] if path in self.fresh else []
+                events.append((path, "write"))
+                self.fresh.discard(path)
+            else:
+                events += [(path, kind) for bit, kind in KINDS if mask & bit]
             if recursive and mask & (CREATE | MOVED_TO) and os.path.isdir(path):
                 self._add(handle, path)
         return key, events
