@@ -93,7 +93,7 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * 4))
+            data, ancillary, _, _ = self.socket.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:

@@ -13,13 +13,14 @@ import resource
 import signal
 import time
 
-from gnomon.sandbox.ns import wire
+from gnomon.sandbox.ns import calls, wire
 
 LINGER_SECONDS = 0.05
 PIPE_BYTES = 1 << 20
 MAX_ORPHAN_PIPES = 64
 KILL_ROUNDS = 20
 ENDLESS = 1 << 62
+MAX_FILES = 0x7FFFFFFF
 
 
 class Program:
@@ -161,6 +162,7 @@ def become_program(start: Start, pipes: tuple[int, int, int], joins: list[int], 
         env.setdefault(b"HOME", home.encode())
         env.setdefault(b"USER", start.user.encode())
         os.chdir(start.cwd or home.encode())
+        calls.raw("close_range", 3, MAX_FILES, 0)  # nothing of the agent's is inherited in any case; this is the second lock
         code = run(start.argv, env)
     except KeyError as error:
         os.write(2, f"gnomon: {error.args[0]}\n".encode())

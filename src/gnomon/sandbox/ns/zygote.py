@@ -236,7 +236,7 @@ class Zygote:
     def turn(self) -> bool:
         """Take one request; False when the owner is gone."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.control, MAX_REQUEST, 4)
+            data, fds, _, _ = socket.recv_fds(self.control, MAX_REQUEST, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return True
         if not data:

@@ -1,0 +1,285 @@
+"""What a sandbox of the default backend holds against: attempts to get out, to look in, to use it all up; as root and as an ordinary user.
+
+The attempts are in `sandbox_probes.py`; here stands the verdict that is right for each. An ordinary user has no control groups on most
+machines: what that leaves open is in `Capabilities.unenforced`, and here.
+"""
+
+import asyncio
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gnomon.errors import SandboxError, SandboxLost, Unsupported
+from gnomon.sandbox.backends.namespaces import Backend
+from gnomon.sandbox.ns.machine import Machine
+from gnomon.sandbox.sandbox import Command, Limits, Spec
+
+HERE = Path(__file__).resolve()
+USER = "gnomonabuse"
+SPEC = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=16 << 20, processes=32))
+
+BOTH = {
+    "fork bomb": "EAGAIN few",
+    "memory bomb": "contained",
+    "shared memory bomb": "contained",
+    "six eaters": "contained",
+    "disk fill": "full",
+    "shm fill": "full",
+    "inodes": "ENOSPC few",
+    "descriptors": "EMFILE few refused",
+    "pipes": "EMFILE few True",
+    "kernel surface": "all refused",
+    "newer calls": "ENOSYS ENOSYS ENOSYS",
+    "clone": "EPERM EPERM EPERM EPERM EPERM EPERM EPERM",
+    "sockets": "vsock EPERM packet EPERM alg EPERM raw EPERM netfilter EPERM bluetooth EPERM xdp EPERM inet ok unix ok",
+    "chroot": "sandbox",
+    "devices": "EPERM EPERM EPERM EPERM EROFS ENOENT",
+    "agent": "closed gnomon-agent",
+    "signals": "alive ok",
+    "proc": "closed empty",
+    "set-user programs": "True none True",
+    "terminal": "EPERM EPERM ENOTTY",
+    "system v": "contained",
+    "priority": "EPERM EACCES EPERM",
+    "overlay attributes": "EPERM EPERM y",
+    "inotify": "EMFILE few",
+    "descriptors in flight": "bounded",
+    "locked memory": "ENOMEM",
+    "core dump": "-6 no core",
+    "host files": "nothing",
+    "network": "ECONNREFUSED ECONNREFUSED ENETUNREACH ENETUNREACH ECONNREFUSED",
+    "leaks": "none fds [0, 1, 2]",
+    "processor": "within 1.3",
+    "time bomb": "True -9 soon",
+    "endless output": "True True True",
+    "daemons": "left",
+    "zombies": "0",
+    "stop everything": "still here",
+    "large argument": "SandboxError",
+    "large arguments": "0 900009",
+    "terminal escapes": r"b'\x1b]0;owned\x07\x1b[2J'",
+    "after all": "works",
+    "shared memory of another": "0\n0",
+    "running before the end": "some",
+    "running after the end": "0",
+}
+VARIES = {"ENETUNREACH": ("ENETUNREACH", "EADDRNOTAVAIL"), "EACCES": ("EACCES", "EPERM")}
+
+
+@pytest.fixture(scope="module")
+def ordinary_user() -> Iterator[str]:
+    """The name of a user without privileges: this one, or one that is made for the occasion."""
+    if os.geteuid() != 0:
+        yield pwd.getpwuid(os.geteuid()).pw_name
+        return
+    if not (shutil.which("useradd") and shutil.which("userdel") and shutil.which("setpriv")):
+        pytest.skip("useradd, userdel and setpriv are needed to become an ordinary user")
+    subprocess.run(["useradd", "--system", "--shell", "/bin/sh", USER], check=False, capture_output=True)
+    try:
+        pwd.getpwnam(USER)
+    except KeyError:
+        pytest.skip("no user can be added here")
+    try:
+        yield USER
+    finally:
+        subprocess.run(["userdel", USER], check=False, capture_output=True)
+
+
+def readable_python() -> str:
+    """A Python of the right age that every user may run."""
+    for candidate in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        path = Path(candidate).resolve()
+        if path.exists() and all(parent.stat().st_mode & 0o001 for parent in path.parents):
+            asked = [path, "-c", "import sys; print(sys.version_info >= (3, 11))"]
+            if subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() == "True":
+                return str(path)
+    pytest.skip("no Python from 3.11 on that an ordinary user may run")
+
+
+def as_user(user: str, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program of this folder as a user, with a copy of the package that the user may read."""
+    package = Path(sys.modules["gnomon"].__file__ or "").parent
+    shutil.copytree(package, folder / "gnomon", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.toml"), dirs_exist_ok=True)
+    for program in HERE.parent.glob("sandbox_*.py"):
+        shutil.copy(program, folder)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755)
+    become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.geteuid() == 0 else []
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run([*become, readable_python(), *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=180,
+                          check=False)  # fmt: skip
+
+
+def verdicts_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """What the probes said; a skip where namespaces do not work at all."""
+    if done.returncode and "Unsupported" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def runs(ordinary_user: str) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """All probes, as root and as an ordinary user, at the same time."""
+    started = {}
+    # pytest's own folders are closed to other users
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as workers:
+        if os.geteuid() == 0:
+            argv = [sys.executable, str(HERE.parent / "sandbox_probes.py")]
+            started["root"] = workers.submit(subprocess.run, argv, capture_output=True, text=True, timeout=180, check=False)
+        started["ordinary user"] = workers.submit(as_user, ordinary_user, Path(folder), "sandbox_probes.py")
+        yield started
+
+
+@pytest.fixture(scope="module", params=["root", "ordinary user"])
+def verdicts(request: pytest.FixtureRequest, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> tuple[str, dict[str, str]]:
+    """What the probes said, as one of the two."""
+    if request.param not in runs:
+        pytest.skip("this is not root")
+    return request.param, verdicts_of(runs[request.param].result())
+
+
+def expected(mode: str, name: str, verdicts: dict[str, str]) -> str | None:
+    """The right verdict; None where the limit is declared not to hold."""
+    if name == "processor" and "cpus" in verdicts["unenforced"]:
+        return None
+    if name == "system v" and "memory_bytes" in verdicts["unenforced"]:
+        return "EPERM"  # such memory outlives its process, and no group would count it
+    return BOTH[name]
+
+
+def alike(answer: str, right: str) -> bool:
+    """Whether two verdicts agree, where kernels choose between two words for one refusal."""
+    words, wanted = answer.split(), right.split()
+    return answer == right or (len(words) == len(wanted) and all(a in VARIES.get(b, (b,)) for a, b in zip(words, wanted, strict=True)))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_contained(verdicts: tuple[str, dict[str, str]], name: str) -> None:
+    mode, told = verdicts
+    right = expected(mode, name, told)
+    assert right is None or alike(told[name], right), f"{name} as {mode}: {told[name]}"
+
+
+def test_what_does_not_hold_is_declared(verdicts: tuple[str, dict[str, str]]) -> None:
+    mode, told = verdicts
+    assert set(told["unenforced"].split()) <= {"nothing", "cpus", "memory_bytes"}
+    assert set(told) == {*BOTH, "unenforced"}, f"as {mode}"
+
+
+def inside(body: Callable[[Machine], Awaitable[None]]) -> None:
+    """Do something with a fresh sandbox of whoever runs the tests."""
+
+    async def main() -> None:
+        backend = Backend()
+        try:
+            await asyncio.wait_for(body(await backend.create(SPEC)), 60)
+        except Unsupported as error:
+            pytest.skip(str(error))
+        finally:
+            await backend.close()
+
+    asyncio.run(main())
+
+
+async def shell(box: Machine, script: str) -> str:
+    """What a script says."""
+    return (await box.exec(Command(argv=("sh", "-c", script), timeout_seconds=20))).text
+
+
+async def tried(call: Awaitable[object]) -> object:
+    """The answer of a call that must come soon, or the refusal."""
+    try:
+        return await asyncio.wait_for(call, 20)
+    except SandboxError as error:
+        return error
+
+
+LINKS = """cd /tmp; ln -s {secret} absolute; ln -s ../../../../../../../../..{secret} relative; ln -s /tmp/absolute chained
+ln -s /proc/1/root{secret} magic; ln -s loop loop; ln -s /proc/self/fd/0 fd; ln -s {folder} folder; ln -s /proc/self/mem mem
+ln -s /proc/1/fd/3 control; mkfifo pipe; ln -s /dev/zero zero; mkdir real; ln -s / top"""
+NAMES = ("absolute", "relative", "chained", "magic", "loop", "fd", "folder/secret", "folder/new", "mem", "control", "pipe", "zero")
+
+
+def test_links_lead_nowhere(tmp_path: Path) -> None:
+    """Every file call, through every kind of link: none reaches a file of the host, none hangs, none harms the agent."""
+    secret, down = tmp_path / "secret", tmp_path / "down"
+    secret.write_text("untouched")
+
+    async def body(box: Machine) -> None:
+        await shell(box, LINKS.format(secret=secret, folder=tmp_path))
+        for name in (*NAMES, "folder", "../../.." + str(secret)):
+            assert b"untouched" not in (got if isinstance(got := await tried(box.read(f"/tmp/{name}")), bytes) else b"")
+            await tried(box.download(f"/tmp/{name}", down))
+        for name in NAMES:
+            await tried(box.write(f"/tmp/{name}", b"owned"))
+        for call in (box.upload(secret, "/tmp/folder/uploaded"), box.list("/tmp/folder"), box.list("/tmp/top", 3),
+                     box.remove("/tmp/folder"), box.remove("/tmp/top"), box.remove("/tmp/loop")):  # fmt: skip
+            await tried(call)
+        with pytest.raises(SandboxError):
+            await box.remove("/")
+        assert (await shell(box, "echo on")) == "on\n"
+
+    inside(body)
+    assert secret.read_text() == "untouched" and {path.name for path in tmp_path.iterdir()} <= {"secret", "down"}
+    assert not down.exists() or b"untouched" not in down.read_bytes()
+
+
+FLIP = """while :; do rm -rf /tmp/d/sub; ln -s {outside} /tmp/d/sub; rm /tmp/d/sub; mkdir /tmp/d/sub; echo x > /tmp/d/sub/file; done"""
+
+
+def test_a_folder_that_comes_out_stays_where_it_is_put(tmp_path: Path) -> None:
+    """Links inside a downloaded folder, even one that changes while it is read, write nothing beside the target."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+
+    async def body(box: Machine) -> None:
+        await shell(box, f"mkdir -p /tmp/d/sub; ln -s {outside} /tmp/d/evil; echo x > /tmp/d/sub/file; ln -s ../.. /tmp/d/up")
+        process = await box.start(Command(argv=("sh", "-c", FLIP.format(outside=outside)), timeout_seconds=None))
+        for _ in range(20):
+            await tried(box.download("/tmp/d", tmp_path / "out"))
+        await process.kill()
+
+    inside(body)
+    assert not any(outside.iterdir()) and {path.name for path in tmp_path.iterdir()} == {"outside", "out"}
+
+
+ODD = r"""mkdir /tmp/n; cd /tmp/n; touch "$(printf 'a\nb')" "$(printf '\033[2J')" "$(printf '\377')"; touch -- -rf"""
+DEEP = "import os; os.chdir('/tmp'); [(os.mkdir('d'), os.chdir('d')) for _ in range(2000)]"
+FILL = "mkdir -p /tmp/f; while :; do touch /tmp/f/$$-$((i=i+1)); done"
+
+
+def test_odd_names_and_endless_trees() -> None:
+    async def body(box: Machine) -> None:
+        await shell(box, ODD)
+        assert {entry.path[7:] for entry in await box.list("/tmp/n")} == {"a\nb", "\033[2J", "\udcff", "-rf"}
+        await box.exec(Command(argv=("python3", "-c", DEEP)))
+        assert len(await box.list("/tmp/d", 100)) == 100
+        refused = await tried(box.remove("/tmp/d"))
+        assert refused is None or "deep" in str(refused)
+        filler = await box.start(Command(argv=("sh", "-c", FILL), timeout_seconds=None))
+        await tried(box.remove("/tmp/f"))
+        await filler.kill()
+        assert (await shell(box, "echo on")) == "on\n"
+
+    inside(body)
+
+
+def test_an_agent_that_lies_is_cut_off() -> None:
+    """What comes from inside is bounded and parsed: a flood, or bytes that are no frame, cost the sandbox and not the host."""
+
+    async def body(box: Machine) -> None:
+        box.channel.splitter.rest = b"\xff\xff\xff\xff"  # as if the agent had announced a frame of 4 GiB
+        with pytest.raises(SandboxLost, match="protocol"):
+            await box.exec(Command(argv=("true",)))
+
+    inside(body)
