@@ -1,11 +1,13 @@
 """Chat formats: what they write, what counts as the assistant's, what a parser makes of replies whole, cut and broken."""
 
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from gnomon.data import special_tokens
@@ -147,6 +149,18 @@ def test_says_what_it_cannot_write(xtml: ChatFormat, conversation: Conversation,
     with pytest.raises(ConfigError) as error:
         xtml.encode(conversation)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_images_are_written_for_who_can_show_them(xtml: ChatFormat, tokenizer: Tokenizer) -> None:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (30, 16)).save(file, "PNG")
+    image = Image(data=file.getvalue(), media_type="image/png")
+    message = Message(role="user", content=(Text(text="see <|media_pad|>"), image))
+    encoded = xtml.encode(talk(message), images=True)
+    assert encoded.images == (image,) and encoded.tokens.count(tokenizer.special_ids["<|media_pad|>"]) == 1
+    assert "see <|media_pad|><|media_begin|>image 30x16<|media_content|><|media_pad|><|media_end|>" in tokenizer.decode(encoded.tokens)
+    with pytest.raises(DataError, match="picture"):
+        xtml.encode(talk(Message(role="user", content=(Image(data=b"no", media_type="image/png"),))), images=True)
 
 
 @pytest.mark.parametrize("effort", ["medium", "HIGH", "none"])

@@ -4,8 +4,10 @@ The encoder is one file and is loaded by path; the package around it needs much 
 """
 
 import importlib.util
+import io
 import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
@@ -14,9 +16,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from gnomon.data import messages
 from gnomon.data.chat import chat_format
-from gnomon.data.messages import Conversation, Message, ResponseFormat, Text, Tool, ToolCall
+from gnomon.data.messages import Conversation, Message, Part, ResponseFormat, Text, Tool, ToolCall
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
 from gnomon.errors import ConfigError
 
@@ -87,24 +91,43 @@ def tool(rng: random.Random) -> dict[str, Any]:
     return {"type": "function", "function": dict(rng.sample(list(function.items()), 3)), **rng.choice([{}, {"strict": True}])}
 
 
+def picture(width: int, height: int) -> bytes:
+    """A file with an image of this size."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def with_images(rng: random.Random, source: dict[str, Any]) -> dict[str, Any]:
+    """The same with images in some messages, and their prompts in order. Text must not hold the encoder's own word for an image then."""
+    source = json.loads(json.dumps(source).replace("<|kimi_image_placeholder|>", ""))
+    prompts = []
+    for message in source["messages"]:
+        if isinstance(message["content"], list) and not message.get("tools"):
+            width, height = rng.randint(1, 40), rng.randint(1, 40)
+            message["content"].insert(rng.randint(0, len(message["content"])), {"type": "image", "image": (width, height)})
+            prompts.append(f"<|media_begin|>image {width}x{height}<|media_content|><|media_pad|><|media_end|>")
+    return source | {"image_prompts": prompts}
+
+
 def conversation(rng: random.Random) -> dict[str, Any]:
     """A conversation in the words of the released encoder."""
-    messages: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for _ in range(rng.randint(0, 7)):
         kind = rng.choice(["system", "user", "user", "assistant", "assistant", "tools", "extension"])
         name = rng.choice([{}, {}, {"name": rng.choice(NAMES)}])
         if kind in ("system", "user"):
-            messages.append({"role": kind, "content": content(rng), **name})
+            found.append({"role": kind, "content": content(rng), **name})
         elif kind == "extension":
-            messages.append({"role": "system", "content": text(rng), "tools": [tool(rng) for _ in range(rng.randint(1, 2))]})
+            found.append({"role": "system", "content": text(rng), "tools": [tool(rng) for _ in range(rng.randint(1, 2))]})
         elif kind == "assistant":
-            messages.append(assistant(rng) | name)
+            found.append(assistant(rng) | name)
         else:
-            messages += results(rng, messages)
+            found += results(rng, found)
     schema = rng.choice([{"type": "object", "properties": mapping(rng)}, {}])
     wanted = [None, None, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}]
     return {
-        "messages": messages, "tools": [tool(rng) for _ in range(rng.choice([0, 0, 1, 3]))], "thinking": rng.random() < 0.8,
+        "messages": found, "tools": [tool(rng) for _ in range(rng.choice([0, 0, 1, 3]))], "thinking": rng.random() < 0.8,
         "thinking_effort": rng.choice([None, "low", "high", "max"]), "tool_choice": rng.choice(["auto", "auto", "none", "required"]),
         "response_format": rng.choice(wanted), "add_generation_prompt": rng.random() < 0.8,
     }
@@ -124,9 +147,9 @@ def assistant(rng: random.Random) -> dict[str, Any]:
     return {"role": "assistant", "content": content(rng), "tool_calls": calls, "reasoning_content": reasoning}
 
 
-def results(rng: random.Random, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def results(rng: random.Random, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tool messages: answers to the latest calls in any order, or strangers that bring a name."""
-    calls = next((m["tool_calls"] for m in reversed(messages) if m["role"] == "assistant"), [])
+    calls = next((m["tool_calls"] for m in reversed(before) if m["role"] == "assistant"), [])
     if rng.random() < 0.25:
         ids = rng.choices(["stranger", "same"], k=2)
         return [{"role": "tool", "content": content(rng), "name": rng.choice(NAMES), "tool_call_id": found} for found in ids]
@@ -139,13 +162,18 @@ def ours(source: dict[str, Any]) -> Conversation:
     """The same conversation in our types."""
     def read(message: dict[str, Any]) -> Message:
         parts = message["content"]
-        pieces = [] if parts is None else [parts] if isinstance(parts, str) else [part["text"] for part in parts]
+        pieces = [] if parts is None else [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
         calls = [ToolCall(id=call["id"], **call["function"]) for call in message.get("tool_calls") or []]
         return Message(
-            role=message["role"], content=tuple(Text(text=piece) for piece in pieces), name=message.get("name"),
+            role=message["role"], content=tuple(part(piece) for piece in pieces), name=message.get("name"),
             reasoning=message.get("reasoning_content"), tool_calls=tuple(calls), tool_call_id=message.get("tool_call_id"),
             tools=declared(message.get("tools", [])),
         )
+
+    def part(piece: dict[str, Any]) -> Part:
+        if piece["type"] == "text":
+            return Text(text=piece["text"])
+        return messages.Image(data=picture(*piece["image"]), media_type="image/png")
 
     def declared(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
         return tuple(Tool(name=t["function"]["name"], declaration=t) for t in tools)
@@ -157,6 +185,13 @@ def ours(source: dict[str, Any]) -> Conversation:
         effort=source["thinking_effort"], tool_choice=source["tool_choice"],
         response_format=ResponseFormat(kind=wanted["type"], schema=schema) if wanted else None,
     )
+
+
+def with_markers(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of text in which the names of markers are markers."""
+    special = tokenizer.special_ids
+    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
+    return [index for part in parts for index in ([special[part]] if part in special else tokenizer.encode(part))]
 
 
 def segments(released: Any, source: dict[str, Any]) -> Any:
@@ -171,10 +206,11 @@ def segments(released: Any, source: dict[str, Any]) -> Any:
 def test_equals_the_released_encoder(released: ModuleType, tokenizer: Tokenizer) -> None:
     """Ids per segment as the release says: markers as their ids, everything else as ordinary text."""
     rng, chat = random.Random(20260727), chat_format(tokenizer)
-    marks = ("json type", "tool-choice", "response-format", "New Tools", "thinking-effort", 'index="4"', "<|close|>think<|sep|> ")
+    marks = ("<|media_begin|>image", "json type", "tool-choice", "response-format", "New Tools", "thinking-effort", 'index="4"')
     seen, refused = dict.fromkeys(marks, 0), 0
     for number in range(400):
         source = conversation(rng)
+        source = with_images(rng, source) if number % 4 == 0 else source
         theirs = segments(released, source)
         if theirs is None:
             refused += 1
@@ -183,8 +219,10 @@ def test_equals_the_released_encoder(released: ModuleType, tokenizer: Tokenizer)
             continue
         expected = []
         for segment in theirs:
-            expected += [tokenizer.special_ids[segment.text]] if segment.allow_special else tokenizer.encode(segment.text)
-        got = chat.encode(ours(source), generate=source["add_generation_prompt"]).tokens
+            expected += with_markers(segment.text, tokenizer) if segment.allow_special else tokenizer.encode(segment.text)
+        encoded = chat.encode(ours(source), generate=source["add_generation_prompt"], images=True)
+        got = encoded.tokens
+        assert got.count(tokenizer.special_ids["<|media_pad|>"]) == len(encoded.images) == len(source.get("image_prompts", []))
         assert list(got) == expected, f"conversation {number}: {tokenizer.decode(got)}\n{tokenizer.decode(expected)}"
         for mark in seen:
             seen[mark] += mark in tokenizer.decode(got)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from gnomon import extend
-from gnomon.data.messages import Conversation, Message, Text, ToolCall
+from gnomon.data.messages import Conversation, Image, Message, Text, ToolCall
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
 
@@ -25,12 +25,14 @@ class Encoded:
     `mask` [len(tokens)] is true for what assistants wrote: everything after the tag that opens their message, through the id that ends it.
     `fallback` are stretches [start, stop) of it that stand in for arguments that were no JSON; a model never writes those, so `learnt`
     leaves them out. `boundaries` are lengths of prefixes that other requests may share, in ascending order: the ends of messages.
+    `images` are those of the messages, one for each image pad among the tokens, in their order (`model/multimodal.py` puts them in place).
     """
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
     fallback: tuple[tuple[int, int], ...] = ()
     boundaries: tuple[int, ...] = ()
+    images: tuple[Image, ...] = ()
 
     @property
     def learnt(self) -> tuple[bool, ...]:
@@ -124,10 +126,11 @@ class ChatFormat(Protocol):
     answer_opens: tuple[int, ...]
     answer_closes: tuple[int, ...]
 
-    def encode(self, conversation: Conversation, *, generate: bool = True) -> Encoded:
+    def encode(self, conversation: Conversation, *, generate: bool = True, images: bool = False) -> Encoded:
         """The ids of a conversation; with `generate`, ready for the next assistant message, without it the history alone.
 
-        Raises ConfigError for what the format cannot say, DataError for text that is not Unicode.
+        Only who can show images to the model asks for `images`; without it they are refused, since pads alone would be read as words.
+        Raises ConfigError for what the format cannot say, DataError for text that is not Unicode and for bytes that are no picture.
         """
         ...
 

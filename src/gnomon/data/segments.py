@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from gnomon.data.chat import Encoded
+from gnomon.data.messages import Image
 from gnomon.data.tokenizer import Tokenizer
 
 
@@ -24,6 +25,7 @@ class Segments:
         self._sampled: list[bool] = []
         self._fallback: list[bool] = []
         self._boundaries: list[int] = []
+        self._images: list[Image] = []
 
     def marker(self, index: int) -> None:
         """Add one reserved id."""
@@ -33,6 +35,17 @@ class Segments:
         """Add text as a piece of its own; empty text adds nothing."""
         if text:
             self._add(text)
+
+    def image(self, image: Image, markers: tuple[int, ...]) -> None:
+        """Add an image: its size before anything was done to it as text, and one pad that stands for it. `markers` are the ids that begin
+        it, begin its content, stand for it and end it. Raises DataError for bytes that are no picture."""
+        from gnomon.data.images import open_image  # Pillow: only where there are images
+
+        width, height = open_image(image.data).size
+        begin, content, pad, end = markers
+        for piece in (begin, f"image {width}x{height}", content, pad, end):
+            self._add(piece)
+        self._images.append(image)
 
     def boundary(self) -> None:
         """What is here so far is a prefix that other requests may share."""
@@ -50,6 +63,7 @@ class Segments:
             mask=tuple(sampled for run, sampled in zip(runs, self._sampled, strict=True) for _ in run),
             fallback=_joined(spans),
             boundaries=tuple(sorted({ends[count] for count in self._boundaries})),
+            images=tuple(self._images),
         )
 
     def _add(self, piece: int | str) -> None:

@@ -38,9 +38,9 @@ class Format:
         self._roles = {"user": user, "assistant": assistant, "system": system, "tool": system}
         self.stop_ids = frozenset((self._end, tokenizer.document_end_id))
 
-    def encode(self, conversation: Conversation, *, generate: bool = True) -> Encoded:
+    def encode(self, conversation: Conversation, *, generate: bool = True, images: bool = False) -> Encoded:
         """The ids of a conversation; see `ChatFormat`. Reasoning in the history is left out and a response format is not stated: the
-        format has no words for them. Raises ConfigError for an effort, a required tool, or tools declared on the way."""
+        format has no words for them. Raises ConfigError for an image, an effort, a required tool, or tools declared on the way."""
         _require_options(conversation)
         segments = Segments(self._tokenizer)
         if conversation.tools and conversation.tool_choice != "none":

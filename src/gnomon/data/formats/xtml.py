@@ -17,13 +17,14 @@ from typing import Any
 
 from gnomon.data import xtml_results
 from gnomon.data.chat import Encoded, Parser, marker_ids
-from gnomon.data.messages import Conversation, Image, Message, ResponseFormat, Tool, ToolCall
+from gnomon.data.messages import Conversation, Message, ResponseFormat, Text, Tool, ToolCall
 from gnomon.data.segments import Segments
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.data.xtml_parser import XtmlMarkers, XtmlParser
 from gnomon.errors import ConfigError
 
 MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+IMAGE_MARKERS = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
 EFFORTS = ("low", "high", "max")  # the released text also advertises `medium`, which the released encoder rejects
 
 TOOLS = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
@@ -58,11 +59,11 @@ class Format:
         self.answer_opens = self._tag(self._markers.close, "think") + self._tag(self._markers.open, "response")
         self.answer_closes = self._tag(self._markers.close, "response") + self._tag(self._markers.close, "message")
 
-    def encode(self, conversation: Conversation, *, generate: bool = True) -> Encoded:
+    def encode(self, conversation: Conversation, *, generate: bool = True, images: bool = False) -> Encoded:
         """The ids of a conversation; see `ChatFormat`. Effort, tool choice and response format as the released encoder states them; a
         tool choice that names a tool is not stated, as there."""
         _require_options(conversation)
-        page = _Page(self._tokenizer, self._markers)
+        page = _Page(self._tokenizer, self._markers, marker_ids(self._tokenizer, IMAGE_MARKERS, self.name) if images else None)
         if conversation.tools:
             page.note("tool-declare", TOOLS.format(declarations(conversation.tools)))
         if conversation.thinking and conversation.effort is not None:
@@ -89,11 +90,12 @@ class Format:
 
 
 class _Page:
-    """Writes tags and messages as segments."""
+    """Writes tags and messages as segments; without `image_markers`, images are refused."""
 
-    def __init__(self, tokenizer: Tokenizer, markers: XtmlMarkers) -> None:
+    def __init__(self, tokenizer: Tokenizer, markers: XtmlMarkers, image_markers: tuple[int, ...] | None) -> None:
         self.segments = Segments(tokenizer)
         self._markers = markers
+        self._image_markers = image_markers
 
     def open(self, tag: str, **attributes: str | int) -> None:
         """An opening tag; each attribute is four pieces."""
@@ -140,9 +142,12 @@ class _Page:
 
     def _content(self, message: Message) -> None:
         for part in message.content:
-            if isinstance(part, Image):
-                raise ConfigError("an image in a message: this format does not write images yet; send text only")
-            self.segments.text(part.text)
+            if isinstance(part, Text):
+                self.segments.text(part.text)
+            elif self._image_markers is None:
+                raise ConfigError("an image in a message: what runs here reads text only; send text")
+            else:
+                self.segments.image(part, self._image_markers)
 
     def _channels(self, message: Message, thinking: bool) -> None:
         if thinking:
