@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from gnomon.errors import CapacityError, ConfigError, SandboxError, SandboxLost, Unsupported
 from gnomon.sandbox.images import Image
 from gnomon.sandbox.layers import LayerStore
+from gnomon.sandbox.network import Egress
 from gnomon.sandbox.ns import door
 from gnomon.sandbox.ns.channel import Channel, Refused
 from gnomon.sandbox.ns.host import Zygote, explained
@@ -43,6 +44,7 @@ class Backend(Keeping):
         self.registry = registry
         self.machines: dict[str, Machine] = {}
         self.doors: dict[str, door.Door] = {}
+        self.egresses: dict[str, Egress] = {}
         self.keys: dict[str, asyncio.Task[Machine]] = {}
         self.starting: asyncio.Task[Zygote] | None = None
         self.known: Capabilities | None = None
@@ -178,6 +180,8 @@ class Backend(Keeping):
         self.machines.pop(machine.id, None)
         if (way := self.doors.pop(machine.id, None)) is not None:
             await way.close()
+        if (egress := self.egresses.pop(machine.id, None)) is not None:
+            await egress.close()
         if not machine.root.upper:
             return
         root, machine.root = machine.root, replace(machine.root, upper="", below=())
@@ -234,14 +238,20 @@ class Backend(Keeping):
         return await self.remember(machine, name, self.name)
 
     async def connect(self, machine: Machine, network: Network) -> None:
-        """Open, move or shut the door."""
-        if network.allow:
-            raise Unsupported("Network.allow: give the allowlist proxy's socket as Network.proxy")
-        way = self.doors.get(machine.id)
-        if way is not None:
-            way.cut(network.proxy)
-        elif network.proxy is not None:
-            way = self.doors[machine.id] = door.Door(await door.listener(machine.channel), network.proxy)
+        """Open, move or shut the door. With rules it leads to a proxy that keeps them, and that cuts what new ones forbid."""
+        way, egress = self.doors.get(machine.id), self.egresses.get(machine.id)
+        if network.allow and egress is None:
+            egress = self.egresses[machine.id] = Egress(network)
+            await egress.start()
+        elif network.allow and egress is not None:
+            egress.replace(network)
+        elif egress is not None:
+            await self.egresses.pop(machine.id).close()
+        target = egress.path if network.allow and egress is not None else network.proxy
+        if way is not None and way.proxy != target:
+            way.cut(target)
+        elif way is None and target is not None:
+            way = self.doors[machine.id] = door.Door(await door.listener(machine.channel), target)
             await way.serve()
 
     async def close(self) -> None:

@@ -1,0 +1,101 @@
+"""What a run has saved, read back: its newest whole checkpoint, and the model in it.
+
+`gnomon.train.checkpoint` writes what this module reads; it stands here because serving a run needs no training.
+Read next: `gnomon/train/checkpoint.py`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gnomon import config as toml
+from gnomon.errors import CheckpointError, ConfigError
+from gnomon.model.config import PRESETS, ModelConfig
+from gnomon.model.transformer import Transformer
+
+STATE_FILE = "state.json"
+PARTIAL = ".partial"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint that was read: JSON `state`, and named tensors by group ("model", "optimizer", "run")."""
+
+    path: Path
+    state: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+
+
+def folder_of(run: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run / "checkpoints"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [path for path in folder_of(run).glob("step-*") if not path.name.endswith(PARTIAL)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # step 1,000,000 comes after step 999,999
+
+
+def latest(run: Path) -> Path | None:
+    """The newest checkpoint of a run."""
+    found = checkpoints(run)
+    return found[-1] if found else None
+
+
+def load(path: Path, device: torch.device | str = "cpu") -> Saved:
+    """Read a checkpoint. Raises `CheckpointError` when a file is missing, cut or damaged."""
+    try:
+        state = json.loads((path / STATE_FILE).read_text())
+        sizes = {name: (path / name).stat().st_size for name in state["files"]}
+        wrong = [f"{name} has {sizes[name]} bytes instead of {size}" for name, size in state["files"].items() if sizes[name] != size]
+        if state["format"] != FORMAT or wrong:
+            raise CheckpointError(f"checkpoint {path} is damaged: {', '.join(wrong) or 'unknown format'}; remove it to use the one before")
+        tensors = {name.removesuffix(".safetensors"): load_file(path / name, device=str(device)) for name in sizes}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}; remove it to use the one before") from None
+    return Saved(path=path, state=state, tensors=tensors)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, router biases among them."""
+    return dict(model.state_dict())
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
+    """Copy saved tensors into a model; raises `CheckpointError` listing what is missing, unknown or misshapen, before copying."""
+    own = model_tensors(model)
+    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    misshapen = sorted(f"{n} {tuple(tensors[n].shape)} instead of {tuple(own[n].shape)}" for n in own.keys() & tensors.keys()
+                       if own[n].shape != tensors[n].shape)
+    if missing or unknown or misshapen:
+        raise CheckpointError(f"{where} does not fit the model: missing {missing[:5]}, unknown {unknown[:5]}, misshapen {misshapen[:5]}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[Transformer, Path]:
+    """The model of a run's newest checkpoint, ready to use, and that checkpoint's folder.
+
+    Raises `ConfigError` when `run` does not exist, `CheckpointError` when it is no run folder or has no whole checkpoint.
+    """
+    if not run.is_dir():
+        state = "is a file" if run.exists() else "does not exist"
+        raise ConfigError(f"run folder '{run}' {state}; train one first, or check the path")
+    recipe, path = run / "recipe.toml", latest(run)
+    if not recipe.exists():
+        raise CheckpointError(f"{run} is no run folder: {recipe.name} is missing; give the folder of a run that has trained")
+    if path is None:
+        raise CheckpointError(f"{run} has no checkpoint yet; let it train until the first one")
+    model = Transformer(toml.from_dict(ModelConfig, toml.read_toml(recipe, PRESETS).get("model", {}), str(recipe)))
+    restore_model(model, load(path).tensors["model"], path)
+    return model.to(device).eval(), path
