@@ -37,7 +37,7 @@ def pack(chunks: list[Chunk]) -> Batch:
     bounds, wanted, copies = [0], list[int](), list[tuple[int, int, int]]()
     sampling: list[tuple[Running, int]] = []
     scored: list[Scored] = []
-    tables = [chunk.running.held.pages.numpy() for chunk in chunks]
+    tables = [chunk.running.held.table for chunk in chunks]
     pages = np.zeros((count, max(len(table) for table in tables)), dtype=np.int32)
     for place, chunk in enumerate(chunks):
         sequence, held = chunk.running.sequence, chunk.running.held

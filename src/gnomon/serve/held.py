@@ -48,6 +48,11 @@ class Held:
         return torch.from_numpy(self._table[:self._count])
 
     @property
+    def table(self) -> Pages:
+        """The same as an array, for whoever lays out the rows of a step."""
+        return self._table[:self._count]
+
+    @property
     def bytes(self) -> int:
         """Bytes of slot and pages, shared ones included."""
         return self.memory.slot_bytes + self._count * self.memory.page_bytes
@@ -58,6 +63,9 @@ class Held:
         size = memory.page_tokens
         copying = tokens > 0 and not self._owned and memory.owners(int(self._table[self._count - 1])) > 1
         missing = max(0, -(-(self.length + tokens) // size) - self._count)
+        if not missing and not copying:  # nearly every step of decoding
+            self._owned = self._owned or tokens > 0
+            return True
         if not self.store.room(pages=missing + copying):
             return False
         new = memory.take_pages(missing + copying)
@@ -81,7 +89,7 @@ class Held:
         is worth less.
         """
         self._drop_pending()
-        if self._tip is None:
+        if self._tip is None or start // self.index.block == stop // self.index.block:
             return []
         block, memory, store = self.index.block, self.memory, self.store
         depths = range(start // block + 1, stop // block + 1)
@@ -114,7 +122,7 @@ class Held:
             raise ConfigError(f"{len(tokens)} tokens after {self.length} have no pages; reserve them before the forward")
         self.data += new[len(known):]
         self.length += len(tokens)
-        if self._tip is not None:
+        if self._tip is not None and self.length // self.index.block > self._tip.depth:
             self._index()
         self._drop_pending()
 

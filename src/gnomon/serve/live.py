@@ -34,6 +34,7 @@ class LiveEngine:
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
         self._thread: threading.Thread | None = None
+        self._open = False  # whether the thread will still look at commands
         self._until: float | None = None  # when to stop whatever still runs
         self.problem: str | None = None
 
@@ -45,7 +46,7 @@ class LiveEngine:
     @property
     def healthy(self) -> bool:
         """Whether requests are taken and the last step went well; `problem` says what is wrong."""
-        return self._thread is not None and self._thread.is_alive() and self._until is None and self.problem is None
+        return self._open and self._until is None and self.problem is None
 
     def stats(self) -> EngineStats:
         """Numbers for a page of metrics."""
@@ -53,7 +54,7 @@ class LiveEngine:
 
     def start(self) -> None:
         """Start the thread."""
-        self._until = None
+        self._until, self._open = None, True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -111,7 +112,7 @@ class LiveEngine:
     def _do(self, command: Callable[[], None]) -> None:
         """Have something done by the engine's thread. Raises `CapacityError` where there is none."""
         with self._wake:
-            if self._thread is None or not self._thread.is_alive():
+            if not self._open:
                 raise CapacityError(f"the engine is not running{': ' + self.problem if self.problem else ''}")
             self._commands.append(command)
             self._wake.notify()
@@ -132,7 +133,7 @@ class LiveEngine:
             self._tell(self._engine.fail(self.problem or "the engine was stopped"))
             with self._wake:
                 commands, self._commands = self._commands, deque()
-                self._until = self._until or 0.0
+                self._until, self._open = self._until or 0.0, False
             for command in commands:
                 command()
 

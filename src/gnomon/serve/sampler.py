@@ -158,12 +158,13 @@ def _choose(scores: Floats, draws: list[Draw]) -> NDArray[np.int64]:
     with np.errstate(over="ignore"):  # a temperature near zero: what is not the largest becomes -inf, and its weight 0
         weights = np.exp((scores / temperatures[:, None]).astype(np.float32), out=scores)
     for row, draw in zip(weights, draws, strict=True):
-        if draw.sampling.temperature > 0:
-            _keep(row, draw.sampling)
+        s = draw.sampling
+        if s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p > 0):
+            _keep(row, s)
     reached = np.cumsum(weights, axis=1, dtype=np.float64)
     seeds = np.array([draw.sampling.seed for draw in draws], dtype=np.uint64)
     targets = uniform(seeds, np.array([draw.step for draw in draws], dtype=np.uint64)) * reached[:, -1]
-    ids = np.array([np.searchsorted(reached[i], targets[i], side="right") for i in range(len(draws))])
+    ids = np.array([row.searchsorted(target, side="right") for row, target in zip(reached, targets, strict=True)])
     for i in np.flatnonzero(ids == scores.shape[1]):  # the product was rounded up to the whole
         ids[i] = np.flatnonzero(weights[i])[-1]
     return np.where(greedy, best, ids)

@@ -2,8 +2,8 @@
 
 A prompt is cut at multiples of 64 only, counted from its beginning: the ends of the cache's hash blocks. Pieces are dealt one at a time.
 Which class comes next is decided by credit: each class with work earns its share of every step's budget and pays for its pieces, so that
-long prompts of one class cannot starve the other. Within a class the prompt with the least left comes first, so a short request does not
-wait behind a long one; every fourth step belongs to the oldest instead, so a long one always moves.
+long prompts of one class cannot starve the other. Within a class those come first that were put aside amid their output, then the prompt
+with the least left, so a short request does not wait behind a long one; every fourth step is the oldest's, so a long one always moves.
 
 A sequence is admitted when all of its known tokens fit in memory, whole or not at all. When a decoding sequence finds no page, the last in
 rank (batch before interactive, then the youngest) is put aside and computed again later through the cache. Nothing here looks at a
@@ -154,16 +154,16 @@ class Scheduler:
 
     def _ordered(self, priority: Priority, admit: bool) -> deque[Running | Sequence]:
         """A class's prompts in the order in which they are served in this step."""
-        found: list[tuple[int, int, Running | Sequence]] = [
-            (running.left, order, running) for order, running in self.running.items()
+        found: list[tuple[bool, int, int, Running | Sequence]] = [
+            (not running.sequence.outputs, running.left, order, running) for order, running in self.running.items()
             if running.sequence.request.priority == priority and not running.decoding
         ]
         if admit and not self.full:
-            found += [(len(s.tokens), order, s) for order, s in self.waiting.items()
+            found += [(not s.outputs, len(s.tokens), order, s) for order, s in self.waiting.items()
                       if s.request.priority == priority and s.refused_at != self._releases]
         oldest = self.steps % OLDEST_EVERY == 0
-        found.sort(key=lambda entry: entry[1] if oldest else entry[:2])
-        return deque(entry for _, _, entry in found)
+        found.sort(key=lambda entry: entry[2] if oldest else entry[:3])
+        return deque(entry[3] for entry in found)
 
     def _earn(self, budget: int, active: list[Priority]) -> None:
         """Classes with work earn their share; a class alone, or without work, neither saves nor owes."""

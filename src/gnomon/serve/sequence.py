@@ -34,16 +34,15 @@ class Sequence:
     cache_note: str = ""
     refusals: int = 0
     refused_at: int = -1
+    rank: tuple[int, int] = field(init=False)  # who keeps its memory: interactive before batch, then who came first
+
+    def __post_init__(self) -> None:
+        self.rank = PRIORITIES.index(self.request.priority), self.order
 
     @property
     def outputs(self) -> int:
         """Tokens that were sampled."""
         return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who keeps its memory: interactive before batch, then who came first."""
-        return PRIORITIES.index(self.request.priority), self.order
 
     def draw(self, row: int) -> Draw:
         """The next token, from this row of logits. Raises `ConfigError` when the grammar cannot go on."""
