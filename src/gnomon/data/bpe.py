@@ -34,6 +34,7 @@ PATTERN = "|".join(  # the alternatives of the K3 tokenizer, in order: Han runs,
 )
 PIECE_CHARACTERS = 400_000  # K3 encodes text in pieces of at most this length,
 RUN_CHARACTERS = 25_000  # and without runs of white space or non-space longer than this
+SHORT_BATCH = 1 << 16  # characters of a batch that are encoded sooner than threads would start
 _LONG_RUN = re.compile(rf"\s{{{RUN_CHARACTERS + 1},}}|\S{{{RUN_CHARACTERS + 1},}}")
 
 
@@ -176,8 +177,8 @@ class TiktokenEngine:
 
     def encode_batch(self, pieces: Sequence[str]) -> list[list[int]]:
         """Ids of each piece."""
-        if len(pieces) == 1:
-            return [self._encoding.encode_ordinary(pieces[0])]
+        if len(pieces) == 1 or sum(map(len, pieces)) < SHORT_BATCH:
+            return [self._encoding.encode_ordinary(piece) for piece in pieces]
         return self._encoding.encode_ordinary_batch(list(pieces), num_threads=self._threads)
 
 

@@ -1,0 +1,210 @@
+"""Long samples that can be solved only from evidence scattered over the whole window (report §3.4).
+
+A model that is given long documents learns to look nearby, for most of what predicts a token is near. So samples are built: ordinary text
+fills a window, the evidence of a few small tasks is strewn into it, and questions with their answers stand at the end, closed as a
+document is. Each task has
+evidence in every quarter of the window, so the first and the last piece are at least half a window apart. A sample is a function of seed
+and number alone: a run resumes by remembering one number. Read next: `long_tasks.py`, `mixture.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from gnomon.config import setting
+from gnomon.data.long_tasks import KINDS, SubTask, draw
+from gnomon.data.mixture import Item, State
+from gnomon.data.tokenizer import Tokenizer
+from gnomon.errors import CheckpointError, ConfigError, DataError
+from gnomon.extend import suggestion
+
+QUARTERS = 4
+TRIES = 100
+"""Draws of places until all guarantees hold; fewer than two are needed unless the window is nearly full of evidence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongConfig:
+    """What a long sample is made of."""
+
+    window: int = setting(4096, "tokens of a sample, question and answer included")
+    tasks: int = setting(2, "tasks in a sample")
+    pieces: tuple[int, int] = setting((4, 6), "fewest and most pieces of evidence of a task")
+    kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of tasks, taken in turn by chance")
+    learn: Literal["all", "answers"] = setting("all", "tokens that are learnt: all of the sample, or the answers alone")
+    seed: int = setting(0, "the same seed and number give the same sample")
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        if unknown or not self.kinds:
+            close = suggestion(unknown[0], list(KINDS)) if unknown else ""
+            raise ConfigError(f"'kinds' is {list(self.kinds)}{close} (kinds: {', '.join(KINDS)})")
+        if not QUARTERS <= self.pieces[0] <= self.pieces[1]:
+            raise ConfigError(f"'pieces' is {list(self.pieces)}; give the fewest and the most, at least {QUARTERS}: one for each quarter")
+        if self.tasks < 1 or self.window < 1 or self.seed < 0:
+            raise ConfigError(f"'tasks' is {self.tasks}, 'window' {self.window}, 'seed' {self.seed}; use positive numbers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """A task with the places of its evidence and of its answer in the sample: (first token, tokens) each."""
+
+    task: SubTask
+    evidence: tuple[tuple[int, int], ...]
+    answer: tuple[int, int]
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """Tokens from the start of each piece of evidence to the start of the answer."""
+        return tuple(self.answer[0] - start for start, _ in self.evidence)
+
+    @property
+    def span(self) -> int:
+        """Tokens from the start of the first piece to the start of the last."""
+        starts = [start for start, _ in self.evidence]
+        return max(starts) - min(starts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongSample:
+    """One sample and what it depends on."""
+
+    item: Item
+    tasks: tuple[Placed, ...]
+
+
+class Documents(Protocol):
+    """Tokenised documents by number, such as `Shards`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+class LongContext:
+    """An endless, resumable source of long samples over documents that fill them.
+
+    Raises `DataError` for documents too short to fill a window, `ConfigError` for a window that cannot hold its evidence apart.
+    """
+
+    def __init__(self, documents: Documents, tokenizer: Tokenizer, config: LongConfig) -> None:
+        if not len(documents):
+            raise DataError("there are no documents to fill long samples with")
+        self.documents, self.tokenizer, self.config = documents, tokenizer, config
+        self.index = 0
+
+    def next_item(self) -> Item:
+        """The next sample as an item that is kept whole."""
+        self.index += 1
+        return self.sample(self.index - 1).item
+
+    def state(self) -> State:
+        """The number of the next sample, and what the numbers mean."""
+        return {"index": self.index, "seed": self.config.seed, "window": self.config.window, "tokenizer": self.tokenizer.fingerprint}
+
+    def restore(self, state: State) -> None:
+        """Go to where `state` was taken; raises `CheckpointError` when it belongs to other samples."""
+        mine = self.state()
+        for name in ("seed", "window", "tokenizer"):
+            if state.get(name) != mine[name]:
+                raise CheckpointError(f"the position belongs to other long samples: {name} {state.get(name)!r}, here {mine[name]!r}")
+        self.index = state["index"]
+
+    def sample(self, index: int) -> LongSample:
+        """Sample number `index`."""
+        random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 0, index]))
+        config = self.config
+        kinds = [config.kinds[random.integers(len(config.kinds))] for _ in range(config.tasks)]
+        tasks = [draw(kind, int(random.integers(config.pieces[0], config.pieces[1] + 1)), random) for kind in kinds]
+        evidence, tail, answers = self._encoded(tasks)
+        body = config.window - len(tail)
+        places = self._places([[len(piece) for piece in pieces] for pieces in evidence], body, random)
+        tokens = np.concatenate([self._filler(body, random), tail])
+        for pieces, starts in zip(evidence, places, strict=True):
+            for piece, start in zip(pieces, starts, strict=True):
+                tokens[start : start + len(piece)] = piece
+        placed = tuple(
+            Placed(task=task, evidence=tuple((start, len(piece)) for piece, start in zip(pieces, starts, strict=True)),
+                   answer=(body + answer[0], answer[1]))
+            for task, pieces, starts, answer in zip(tasks, evidence, places, answers, strict=True))
+        return LongSample(item=Item(tokens=tokens, loss_mask=self._mask(placed), whole=True), tasks=placed)
+
+    def without(self, index: int, task: int, piece: int) -> np.ndarray:
+        """The tokens of a sample with one piece of evidence overwritten by ordinary text: what a proof by ablation compares with."""
+        sample = self.sample(index)
+        start, length = sample.tasks[task].evidence[piece]
+        random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 1 + task * QUARTERS**3 + piece, index]))
+        tokens = sample.item.tokens.copy()
+        tokens[start : start + length] = self._filler(length, random)
+        return tokens
+
+    def _encoded(self, tasks: Sequence[SubTask]) -> tuple[list[list[np.ndarray]], np.ndarray, list[tuple[int, int]]]:
+        """The pieces of evidence of each task, the questions and answers at the end, and where in them the answers are."""
+        texts = [f"\n{piece}\n" for task in tasks for piece in task.evidence]
+        texts += [text for task in tasks for text in (f"\nQuestion: {task.question}\nAnswer:", f" {task.answer}\n")]
+        encoded = iter([np.array(ids, np.int64) for ids in self.tokenizer.encode_batch(texts)])
+        evidence = [[next(encoded) for _ in task.evidence] for task in tasks]
+        tail, answers, at = [], [], 0
+        for _ in tasks:
+            question, answer = next(encoded), next(encoded)
+            answers.append((at + len(question), len(answer)))
+            tail += [question, answer]
+            at += len(question) + len(answer)
+        return evidence, np.concatenate([*tail, [self.tokenizer.document_end_id]]), answers
+
+    def _places(self, lengths: list[list[int]], body: int, random: np.random.Generator) -> list[list[int]]:
+        """Starts of all pieces: apart from each other, before `body`, and of each task at least one in every quarter of the window."""
+        quarter = self.config.window / QUARTERS
+        flat = [(task, piece, length) for task, each in enumerate(lengths) for piece, length in enumerate(each)]
+        if body - 3 * quarter < max(length for _, _, length in flat):
+            raise ConfigError(f"'window' is {self.config.window}: questions and answers leave no room in its last quarter; make it larger")
+        for _ in range(TRIES):
+            targets = []
+            for each in lengths:
+                quarters = random.permutation(np.concatenate([np.arange(QUARTERS), random.integers(QUARTERS, size=len(each) - QUARTERS)]))
+                low = quarters * quarter
+                high = np.minimum((quarters + 1) * quarter, body) - np.array(each)
+                targets += list(low + random.random(len(each)) * np.maximum(high - low, 0))
+            starts = np.zeros(len(flat), np.int64)
+            cursor = 0
+            for position in np.argsort(targets, kind="stable"):
+                starts[position] = max(int(targets[position]), cursor)
+                cursor = int(starts[position]) + flat[position][2]
+            found = _by_task(starts, lengths)
+            if cursor <= body and all({int(start // quarter) for start in each} == set(range(QUARTERS)) for each in found):
+                return found
+        raise ConfigError(f"'window' is {self.config.window}: {len(flat)} pieces of evidence do not fit apart; make it larger, or 'tasks' "
+                          "fewer")
+
+    def _filler(self, length: int, random: np.random.Generator) -> np.ndarray:
+        """So many tokens of documents drawn by chance, ends of documents left out: the sample is one document."""
+        tokens = np.empty(length, np.int64)
+        filled, empty, end = 0, 0, self.tokenizer.document_end_id
+        while filled < length:
+            document = self.documents[int(random.integers(len(self.documents)))]
+            document = document[:-1] if len(document) and document[-1] == end else document
+            start = int(random.integers(max(1, len(document) - length + filled))) if len(document) else 0
+            part = document[start : start + length - filled]
+            tokens[filled : filled + len(part)] = part
+            filled += len(part)
+            empty = 0 if len(part) else empty + 1
+            if empty > TRIES:
+                raise DataError(f"{TRIES} documents in turn are empty; long samples need text to fill them")
+        return tokens
+
+    def _mask(self, placed: Sequence[Placed]) -> np.ndarray | None:
+        if self.config.learn == "all":
+            return None
+        mask = np.zeros(self.config.window, np.bool_)
+        for task in placed:
+            mask[task.answer[0] : task.answer[0] + task.answer[1]] = True
+        return mask
+
+
+def _by_task(starts: np.ndarray, lengths: list[list[int]]) -> list[list[int]]:
+    ends = np.cumsum([len(each) for each in lengths])
+    return [part.tolist() for part in np.split(starts, ends[:-1])]

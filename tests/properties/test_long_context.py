@@ -1,0 +1,122 @@
+"""Long samples keep their guarantees, resume from a number, and need every piece of their evidence."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnomon.data.long_context import LongConfig, LongContext
+from gnomon.data.long_tasks import KINDS, RANGE, draw, word
+from gnomon.data.mixture import ItemSource, Mixture
+from gnomon.data.packing import PackedBatches
+from gnomon.data.tokenizer import Tokenizer, train_tokenizer
+from gnomon.errors import CheckpointError, ConfigError, DataError
+
+TEXT = "It was a quiet morning and nobody had anything to say about the weather, the harvest or the price of rope. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    random = np.random.default_rng(0)
+    return train_tokenizer([TEXT * 20, *(" ".join(draw(kind, 5, random).evidence) for kind in KINDS for _ in range(50))], 1024)
+
+
+@pytest.fixture(scope="module")
+def documents(tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Documents of several lengths, closed as shards close them."""
+    return [np.array([*tokenizer.encode(TEXT * count), tokenizer.document_end_id]) for count in (1, 3, 9, 40)]
+
+
+@settings(max_examples=40)
+@given(window=st.sampled_from([600, 1024, 3000, 8192]), tasks=st.integers(1, 3), index=st.integers(0, 2**40), seed=st.integers(0, 9),
+       most=st.integers(4, 7))
+def test_guarantees(tokenizer: Tokenizer, documents: list[np.ndarray], window: int, tasks: int, index: int, seed: int, most: int) -> None:
+    config = LongConfig(window=window, tasks=1 if window < 2000 else tasks, pieces=(4, most), seed=seed, learn="answers")
+    sample = LongContext(documents, tokenizer, config).sample(index)
+    tokens, mask = sample.item.tokens, sample.item.loss_mask
+    assert len(tokens) == window and sample.item.whole and mask is not None
+    assert np.flatnonzero(tokens == tokenizer.document_end_id).tolist() == [window - 1]
+    taken = np.zeros(window, int)
+    for placed in sample.tasks:
+        assert placed.span >= window / 2
+        assert {4 * start // window for start, _ in placed.evidence} == {0, 1, 2, 3}
+        for (start, length), text in zip(placed.evidence, placed.task.evidence, strict=True):
+            assert tokenizer.decode(tokens[start : start + length].tolist()) == f"\n{text}\n"
+            taken[start : start + length] += 1
+        start, length = placed.answer
+        assert tokenizer.decode(tokens[start : start + length].tolist()) == f" {placed.task.answer}\n"
+        assert mask[start : start + length].all() and max(placed.distances) < window
+        taken[start : start + length] += 1
+    assert taken.max() == 1  # nothing lies over anything else
+    assert mask.sum() == sum(placed.answer[1] for placed in sample.tasks)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_piece_is_needed(kind: str) -> None:
+    """Whatever the other values are, each value of the missing piece gives another answer: a guess is right once in a thousand."""
+    random = np.random.default_rng(1)
+    for pieces in (4, 6):
+        names = [f"N{place}" for place in range(pieces)]
+        values = random.integers(RANGE, size=pieces).tolist()
+        for missing in range(pieces):
+            answers = Counter(KINDS[kind](names, [*values[:missing], value, *values[missing + 1 :]]).answer for value in range(RANGE))
+            assert len(answers) == RANGE
+            others = {KINDS[kind](names, [*values[:missing], value, *values[missing + 1 :]]).evidence[other]
+                      for value in (0, 1) for other in range(pieces) if other != missing}
+            assert len(others) == pieces - 1  # the other pieces say nothing of the missing one
+        assert KINDS[kind](names, values).answer not in KINDS[kind](names, values).question
+
+
+def test_a_thousand_words_are_different() -> None:
+    assert len({word(value) for value in range(RANGE)}) == RANGE
+
+
+def test_ablation_removes_one_piece_and_nothing_else(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:
+    source = LongContext(documents, tokenizer, LongConfig(window=2048))
+    sample = source.sample(5)
+    for task, placed in enumerate(sample.tasks):
+        for piece, (start, length) in enumerate(placed.evidence):
+            cut = source.without(5, task, piece)
+            changed = np.flatnonzero(cut != sample.item.tokens)
+            assert len(changed) and start <= changed[0] and changed[-1] < start + length
+            assert placed.task.evidence[piece] not in tokenizer.decode(cut.tolist())
+
+
+def test_a_stream_resumes_from_its_number(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:
+    config = LongConfig(window=800, tasks=1, seed=4)
+    source, again = LongContext(documents, tokenizer, config), LongContext(documents, tokenizer, config)
+    assert isinstance(source, ItemSource)
+    items = [source.next_item().tokens for _ in range(5)]
+    assert len({item.tobytes() for item in items}) == 5
+    state = source.state()
+    rest = [source.next_item().tokens for _ in range(3)]
+    again.restore(state)
+    assert all(np.array_equal(a, again.next_item().tokens) for a in rest)
+    with pytest.raises(CheckpointError, match="seed 4, here 5"):
+        LongContext(documents, tokenizer, LongConfig(window=800, tasks=1, seed=5)).restore(state)
+
+
+def test_samples_are_packed_whole_beside_text(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:
+    source = LongContext(documents, tokenizer, LongConfig(window=1000, tasks=1))
+    batches = PackedBatches(Mixture([(source, 1.0)], 0), 2, 1024, pad_id=tokenizer.pad_id)
+    batch = batches.next()
+    assert batch.tokens.shape == (2, 1024)
+    first = source.sample(0).item.tokens
+    assert (batch.tokens[0, :999].numpy() == first[:-1]).all() and (batch.targets[0, :999].numpy() == first[1:]).all()
+
+
+def test_what_cannot_be_built_is_one_error(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:
+    with pytest.raises(ConfigError, match="leave no room"):
+        LongContext(documents, tokenizer, LongConfig(window=120)).sample(0)
+    with pytest.raises(ConfigError, match="do not fit apart"):
+        LongContext(documents, tokenizer, LongConfig(window=1100, tasks=4, pieces=(12, 12))).sample(0)
+    with pytest.raises(ConfigError, match="did you mean 'chain'"):
+        LongConfig(kinds=("chian",))
+    with pytest.raises(ConfigError, match="at least 4"):
+        LongConfig(pieces=(2, 6))
+    with pytest.raises(DataError, match="no documents"):
+        LongContext([], tokenizer, LongConfig())
+    with pytest.raises(DataError, match="empty"):
+        LongContext([np.array([], np.int64)], tokenizer, LongConfig()).sample(0)
