@@ -30,9 +30,10 @@ from gnomon.model.config import ModelConfig, preset
 from gnomon.model.inference import InferenceModel
 from gnomon.model.inference_state import PackedRows
 from gnomon.model.transformer import Transformer
+from gnomon.serve.cache_settings import CacheSettings
 from gnomon.serve.held import Held
 from gnomon.serve.pages import Memory
-from gnomon.serve.prefix import CacheSettings, PrefixCache
+from gnomon.serve.prefix import PrefixCache
 from gnomon.units import format_bytes
 
 STEP = 2048

@@ -25,7 +25,7 @@ TORCH_FREE = [
     "gnomon.model", "gnomon.model.config", "gnomon.data", "gnomon.data.tokenizer", "gnomon.data.corpus", "gnomon.data.shards",
     "gnomon.data.messages", "gnomon.data.chat", "gnomon.data.formats.xtml", "gnomon.data.formats.kimi_linear",
     *(f"gnomon.data.dialects.{name}" for name in ("openai_chat", "openai_completions", "openai_responses", "anthropic")),
-    "gnomon.train", "gnomon.train.recipe",
+    "gnomon.train", "gnomon.train.recipe", "gnomon.serve.cache_settings",
 ]
 
 

@@ -11,8 +11,9 @@ from cache_worlds import CONFIG, HashModel, RealModel, World, state_of, write_st
 from gnomon.errors import CapacityError, ConfigError
 from gnomon.kernels import native
 from gnomon.model.config import preset
+from gnomon.serve.cache_settings import CacheSettings, machine_bytes
 from gnomon.serve.pages import Memory
-from gnomon.serve.prefix import CacheSettings, PrefixCache
+from gnomon.serve.prefix import PrefixCache
 
 
 def ids(count, seed):
@@ -202,8 +203,26 @@ def test_wrong_use_is_refused():
     for wrong, said in (([], "empty"), ([-1.5], "must be ids"), ([1 << 40], "must be ids")):
         with pytest.raises(ConfigError, match=said):
             w.cache.open(wrong)
-    with pytest.raises(ConfigError, match="hash_block"):
-        CacheSettings(hash_block=0)
+    for wrong in ({"hash_block": 0}, {"page_tokens": 0}, {"memory_bytes": 0}, {"disk_bytes": -1}, {"latents": "fp8"}, {"resting": "fp8"}):
+        with pytest.raises(ConfigError, match=f"'{next(iter(wrong))}' is "):
+            CacheSettings(**wrong)
+
+
+def test_a_cache_is_built_from_its_settings(tmp_path):
+    settings = CacheSettings(hash_block=32, page_tokens=16, memory_bytes=1 << 20, latents="bf16", folder=tmp_path / "cache", resting="int8")
+    cache = PrefixCache.build(HashModel(), settings, "a model")
+    assert cache.memory.pool.latents.dtype == torch.bfloat16 and cache.memory.page_tokens == 16 and cache.memory.budget_bytes == 1 << 20
+    assert cache.index.block == 32 and (tmp_path / "cache" / "cache.json").exists() and cache.store.resting == "int8"
+    cache.close()
+    assert 0 < CacheSettings().budget_bytes <= machine_bytes() // 4
+
+
+def test_a_prompt_that_found_no_room_counts_once():
+    w = world()
+    for _ in range(3):
+        w.cache.open(ids(20, 1)).close(keep=False)
+    say(w, ids(20, 1))
+    assert w.cache.stats().lookups == 1
 
 
 def test_freed_memory_goes_back_and_comes_clean():

@@ -15,8 +15,8 @@ from inference_models import config, tokens
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model.inference_state import StatePool
 from gnomon.model.parts import KDAConfig
+from gnomon.serve.cache_settings import CacheSettings
 from gnomon.serve.checkpoints import PackedState, pack, unpack
-from gnomon.serve.prefix import CacheSettings
 from gnomon.serve.segments import Segment, SegmentName, read, read_name, write
 
 PROMPT = tokens(60, seed=1).tolist()

@@ -13,8 +13,9 @@ from gnomon.model.config import ModelConfig
 from gnomon.model.inference import InferenceModel
 from gnomon.model.inference_state import PackedRows, StatePool
 from gnomon.model.parts import KDAConfig, MLAConfig
+from gnomon.serve.cache_settings import CacheSettings
 from gnomon.serve.pages import Memory
-from gnomon.serve.prefix import CacheSettings, PrefixCache
+from gnomon.serve.prefix import PrefixCache
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, intermediate_size=32, attn_res_block_size=1, layer_pattern=("kda", "mla"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from gnomon.kernels import native
-from gnomon.serve.checkpoints import FORMS
+from gnomon.serve.cache_settings import FORMS
 
 COMPILED = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 FEW = st.integers(0, 2)

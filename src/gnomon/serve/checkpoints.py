@@ -10,7 +10,7 @@ measured when it is done: the error is kept with it. Read next: `store.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from gnomon.errors import ConfigError
 from gnomon.model.inference_state import StatePool
+from gnomon.serve.cache_settings import FORMS, Form
 
 Kind = Literal["grid", "turn", "end"]
-Form = Literal["fp32", "bf16", "int8"]
-FORMS: tuple[Form, ...] = get_args(Form)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,7 +79,7 @@ def pack(pool: StatePool, slot: int, form: Form) -> PackedState:
 
 def unpack(state: PackedState, pool: StatePool, slot: int) -> None:
     """Write a packed state into a slot."""
-    pool.matrices[slot] = _values(state.matrices, state.scales)
+    pool.matrices[slot] = _values(state.matrices, state.scales)  # from whatever device
     pool.conv[slot] = state.conv
 
 

@@ -40,6 +40,7 @@ class Held:
         self._made: set[bytes] = set()
         self._open = True
         self.error = 0.0
+        self.uncounted: tuple[bool, int] | None = None  # (whether the cache was asked, tokens of the prompt) until the first step
         self.store.sequences += 1
 
     @property
@@ -125,6 +126,7 @@ class Held:
         if self._tip is not None and self.length // self.index.block > self._tip.depth:
             self._index()
         self._drop_pending()
+        self._count_once()
 
     def fork(self) -> Held:
         """Another sequence with the same past: pages are shared, the state is copied. Raises `CapacityError` where there is no room."""
@@ -187,7 +189,8 @@ class Held:
         if not segment.name.start <= start < stop or ids != segment.tokens or not self.reserve(stop - start):
             return False
         pool, places = self.memory.pool, torch.arange(start, stop)
-        pool.latents[self.pages.long()[places // size], :, places % size] = segment.latents[start - segment.name.start:]
+        latents = segment.latents[start - segment.name.start:].to(pool.latents.device)
+        pool.latents[self.pages.long()[places // size], :, places % size] = latents
         unpack(segment.state, pool, self.slot)
         self.error = segment.error
         self.turns.add(stop // self.index.block)
@@ -199,6 +202,17 @@ class Held:
         tip, self._tip = self._tip, None
         if tip is not None:
             self.store.unpin(tip)
+
+    def _count_once(self) -> None:
+        """A prompt counts when its first step was done: one that found no room comes again."""
+        if self.uncounted is None:
+            return
+        counters, (asked, tokens) = self.store.counters, self.uncounted
+        counters.lookups += asked
+        counters.hits += self.cached_tokens > 0
+        counters.prompt_tokens += tokens
+        counters.cached_tokens += self.cached_tokens
+        self.uncounted = None
 
     def _index(self) -> None:
         """Index the blocks that are full by now, and publish the checkpoints that were taken of them."""

@@ -15,36 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import torch
 
 from gnomon.errors import CapacityError, CheckpointError, ConfigError
-from gnomon.serve.checkpoints import FORMS, Form
+from gnomon.serve.cache_settings import CacheSettings
 from gnomon.serve.disk import DiskCounters, DiskTier
 from gnomon.serve.held import Held
 from gnomon.serve.index import ID_BYTES, Index, Node, packed, unpacked
-from gnomon.serve.pages import Memory
+from gnomon.serve.pages import MakesPools, Memory
 from gnomon.serve.store import Store
 from gnomon.units import format_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheSettings:
-    """`hash_block`: tokens per hash block, the grid on which prefixes are shared (multiples of 64 keep a cached result's bits).
-
-    `resting`: what becomes of a checkpoint that would have to go for want of memory, and of those on disk: "fp32" keeps all exact and lets
-    it go; "bf16" and "int8" pack it first. `disk_bytes` bounds the folder of the disk tier, `disk_queue_bytes` what waits to be written.
-    """
-
-    hash_block: int = 64
-    resting: Form = "fp32"
-    disk_bytes: int = 16 << 30
-    disk_queue_bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        if self.resting not in FORMS:
-            raise ConfigError(f"'resting' is '{self.resting}'; choose one of: {', '.join(FORMS)}")
-        if self.hash_block < 1:
-            raise ConfigError(f"'hash_block' is {self.hash_block}; use a positive number of tokens, best a multiple of 64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +59,13 @@ class PrefixCache:
         self.disk = None if disk is None else DiskTier(
             disk, _belongs(memory, fingerprint, self.settings.hash_block), self.settings.disk_bytes, self.settings.disk_queue_bytes)
         self.store = Store(self.index, memory, self.settings.resting, self.disk)
-        self._lookups = self._hits = self._prompt_tokens = self._cached_tokens = 0
+
+    @classmethod
+    def build(cls, runner: MakesPools, settings: CacheSettings, fingerprint: str) -> Self:
+        """Memory and cache as the settings say. Raises `CapacityError` for too small a budget, `ConfigError` for another model's folder."""
+        types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        memory = Memory(runner, settings.budget_bytes, settings.page_tokens, types[settings.latents])
+        return cls(memory, settings, fingerprint, settings.folder)
 
     def open(self, tokens: Sequence[int], *, salt: str = "", boundaries: Sequence[int] = (), reuse: bool = True) -> Held:
         """A sequence that begins with a prompt: what is known of it is there already, at least its last token is not.
@@ -111,10 +99,7 @@ class PrefixCache:
             held.note += f"; the state was packed, which changed it by up to {held.error:.0e}"
         if not reuse:
             held.leave()
-        self._lookups += reuse
-        self._hits += hit > 0
-        self._prompt_tokens += len(tokens)
-        self._cached_tokens += hit * block
+        held.uncounted = reuse, len(tokens)
         return held
 
     def _load(self, held: Held, disk: DiskTier, digests: list[bytes], limit: int) -> None:
@@ -160,8 +145,8 @@ class PrefixCache:
         counters = self.store.counters
         return CacheStats(
             budget_bytes=self.memory.budget_bytes, used_bytes=self.memory.used_bytes, live_bytes=self.memory.live_bytes,
-            sequences=self.store.sequences, blocks=self.index.count, checkpoints=self.store.checkpoints, lookups=self._lookups,
-            hits=self._hits, prompt_tokens=self._prompt_tokens, cached_tokens=self._cached_tokens,
+            sequences=self.store.sequences, blocks=self.index.count, checkpoints=self.store.checkpoints, lookups=counters.lookups,
+            hits=counters.hits, prompt_tokens=counters.prompt_tokens, cached_tokens=counters.cached_tokens,
             evicted_checkpoints=counters.evicted_checkpoints, evicted_blocks=counters.evicted_blocks, packed_checkpoints=counters.packed,
             worst_error=counters.worst_error, disk=None if self.disk is None else self.disk.counters,
         )

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gnomon.errors import CheckpointError
-from gnomon.serve.checkpoints import FORMS, PackedState
+from gnomon.serve.cache_settings import FORMS
+from gnomon.serve.checkpoints import PackedState
 
 MAGIC = b"gnomonPC"
 SEAL_BYTES = 16
@@ -107,7 +108,7 @@ def read(path: Path) -> Segment:
 
 
 def _bytes(x: Tensor | None) -> memoryview | bytes:
-    return b"" if x is None or not x.numel() else x.contiguous().view(-1).view(torch.uint8).numpy().data
+    return b"" if x is None or not x.numel() else x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _header(data: bytes, path: Path) -> tuple[dict[str, Any], int]:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from gnomon.errors import CheckpointError
-from gnomon.serve.checkpoints import Checkpoint, Form, Kind, pack, unpack
+from gnomon.serve.cache_settings import Form
+from gnomon.serve.checkpoints import Checkpoint, Kind, pack, unpack
 from gnomon.serve.disk import DiskTier
 from gnomon.serve.index import Index, Node
 from gnomon.serve.pages import Memory, Pages
@@ -24,6 +25,10 @@ from gnomon.serve.worth import Worth
 class Counters:
     """What happened since the start."""
 
+    lookups: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     evicted_checkpoints: int = 0
     evicted_blocks: int = 0
     mistaken: int = 0
@@ -211,7 +216,7 @@ class Store:
         assert state is not None
         return Segment(
             name=SegmentName(parent=parent, digest=checkpoint.digest, start=start, stop=checkpoint.length),
-            tokens=b"".join(node.tokens for node in nodes), latents=pool.latents[torch.from_numpy(pages), :, offsets],
+            tokens=b"".join(node.tokens for node in nodes), latents=pool.latents[torch.from_numpy(pages), :, offsets].cpu(),
             state=state, error=checkpoint.error + (state.error if checkpoint.packed is None else 0.0),
         )
 
