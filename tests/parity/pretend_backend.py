@@ -77,8 +77,8 @@ class PretendSandbox:
         return self.root / path.lstrip("/")
 
     async def exec(self, command: Command) -> Result:
-        self.calls.append("exec")
         cwd = self._place(command.cwd or "/")
+        self.calls.append("exec")
         cwd.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         done = await asyncio.to_thread(lambda: subprocess.run(

@@ -106,11 +106,14 @@ class Registry:
 
         return self._do(run)
 
-    def update(self, id: str, *, state: str | None = None, traces: Traces | None = None) -> None:
+    def update(
+        self, id: str, *, state: str | None = None, traces: Traces | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Change what is known of a sandbox. Raises `SandboxError` if it is not recorded: then somebody has reaped it."""
         if state is not None and state not in STATES:
             raise ValueError(f"state '{state}'; it is one of {', '.join(STATES)}")
-        changes = {"state": state, "traces": None if traces is None else _dump(traces)}
+        changes = {"state": state, "traces": None if traces is None else _dump(traces),
+                   "metadata": None if metadata is None else json.dumps(dict(metadata))}
         self._change(id, {name: value for name, value in changes.items() if value is not None})
 
     def expire(self, id: str, seconds: float | None) -> None:
