@@ -106,7 +106,12 @@ class Backend(Keeping):
 
     async def _create(self, spec: Spec) -> Machine:
         zygote = await self.ready()
-        return await self.make(spec, self.image(spec.image), zygote)
+        try:
+            return await self.make(spec, self.image(spec.image), zygote)
+        except SandboxLost:
+            if not zygote.channel.closed:
+                raise
+        return await self.make(spec, self.image(spec.image), await self.ready())  # it died before that was noticed
 
     async def make(self, spec: Spec, image: Image, zygote: Zygote) -> Machine:
         """A sandbox on an image."""

@@ -1,0 +1,258 @@
+"""What is left when something of the default backend is killed, runs out or is asked for too much: nothing, and the right error."""
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from gnomon.errors import CapacityError, SandboxError, SandboxLost, Unsupported
+from gnomon.sandbox.backends.namespaces import Backend
+from gnomon.sandbox.ns import cgroups
+from gnomon.sandbox.sandbox import Command, Limits, Spec
+
+SPEC = Spec(limits=Limits(memory_bytes=64 << 20, disk_bytes=8 << 20, processes=32))
+TRUE = Command(argv=("true",), timeout_seconds=30)
+
+
+def using(body: Callable[[Backend], Awaitable[None]]) -> None:
+    """Do something with a backend that is closed afterwards; a skip where it does not work."""
+
+    async def main() -> None:
+        backend = Backend()
+        try:
+            await backend.ready()
+            await asyncio.wait_for(body(backend), 100)
+        except Unsupported as error:
+            pytest.skip(str(error))
+        finally:
+            await backend.close()
+
+    asyncio.run(main())
+
+
+def pid_of(backend: Backend) -> int:
+    """The process number of the zygote that the host started."""
+    assert backend.zygote is not None and backend.zygote.process is not None
+    return backend.zygote.process.pid
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below one, by the machine's process list."""
+    found, waiting = set(), [pid]
+    while waiting:
+        try:
+            threads = [*Path(f"/proc/{waiting.pop()}/task").iterdir()]
+            below = [int(word) for thread in threads for word in (thread / "children").read_text().split()]
+        except OSError:
+            below = []
+        found.update(below)
+        waiting += below
+    return found
+
+
+def all_gone(pids: set[int], seconds: float = 20.0) -> bool:
+    """Whether processes end within some time; those that only wait to be reaped have ended."""
+    deadline = time.monotonic() + seconds
+
+    def lives(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except OSError:
+            return False
+
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(lives, pids))
+
+
+def groups_of(pid: int) -> list[str]:
+    """The control groups that a zygote has made."""
+    return [os.path.join(folder, name) for folder in set(cgroups.own_groups().values()) if os.path.isdir(folder)
+            for name in os.listdir(folder) if name.startswith(f"{cgroups.PREFIX}{pid}-")]  # fmt: skip
+
+
+def test_the_zygote_is_killed() -> None:
+    async def body(backend: Backend) -> None:
+        box = await backend.create(SPEC)
+        await box.start(Command(argv=("sleep", "1000"), timeout_seconds=None))
+        waiting = asyncio.ensure_future(box.exec(Command(argv=("sleep", "1000"), timeout_seconds=None)))
+        await asyncio.sleep(0.3)
+        pids = descendants(os.getpid())
+        os.kill(pid_of(backend), signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            await waiting
+        with pytest.raises(SandboxLost):
+            await box.exec(TRUE)
+        assert await asyncio.to_thread(all_gone, pids), "the kernel ends what a dead zygote held"
+        await box.kill()
+        other = await backend.create(SPEC)
+        assert (await other.exec(TRUE)).code == 0, "a new zygote is started"
+
+    using(body)
+
+
+def test_the_agent_is_killed() -> None:
+    async def body(backend: Backend) -> None:
+        box, other = await backend.create(SPEC), await backend.create(SPEC)
+        before = descendants(pid_of(backend))
+        waiting = asyncio.ensure_future(box.exec(Command(argv=("sleep", "1000"), timeout_seconds=None)))
+        await asyncio.sleep(0.3)
+        (sleeper,) = descendants(pid_of(backend)) - before
+        agent = int(Path(f"/proc/{sleeper}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(agent, signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            await waiting
+        with pytest.raises(SandboxLost):
+            await box.write("/tmp/x", b"")
+        assert await asyncio.to_thread(all_gone, {agent, sleeper})
+        assert (await other.exec(TRUE)).code == 0, "the others do not notice"
+        await box.kill()
+
+    using(body)
+
+
+OWNER = """
+import asyncio, sys
+from gnomon.sandbox.backends.namespaces import Backend
+from gnomon.sandbox.sandbox import Command, Spec
+async def main():
+    backend = Backend()
+    for _ in range(3):
+        box = await backend.create(Spec())
+        await box.start(Command(argv=("sh", "-c", "trap '' TERM HUP; setsid sleep 1000 & sleep 1000"), timeout_seconds=None))
+    await asyncio.sleep(0.3)
+    print(backend.zygote.process.pid, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_owner_is_killed(how: signal.Signals) -> None:
+    using(lambda backend: asyncio.sleep(0))  # a skip where nothing works
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with owner:
+        try:
+            assert owner.stdout is not None
+            zygote = int(owner.stdout.readline())
+            pids = descendants(owner.pid)
+            assert zygote in pids and len(pids) >= 10
+        finally:
+            owner.send_signal(how)
+    assert all_gone(pids), "nothing outlives its owner"
+    assert not groups_of(zygote)
+
+
+def test_a_group_left_behind_is_swept() -> None:
+    """Only the death of the zygote itself leaves its group; whoever comes next removes it."""
+
+    async def body(backend: Backend) -> None:
+        pid = pid_of(backend)
+        await backend.create(SPEC)
+        pids = descendants(os.getpid())
+        os.kill(pid, signal.SIGKILL)
+        assert await asyncio.to_thread(all_gone, pids)
+        await backend.create(SPEC)
+        assert not groups_of(pid)
+
+    using(body)
+
+
+def test_a_hundred_forks_at_once() -> None:
+    async def body(backend: Backend) -> None:
+        box = await backend.create(SPEC)
+        await box.write("/tmp/mine", b"from the parent")
+        await box.pause("stop")
+        late = 0.0
+
+        async def clock() -> None:
+            nonlocal late
+            while True:
+                began = time.perf_counter()
+                await asyncio.sleep(0.001)
+                late = max(late, time.perf_counter() - began)
+
+        ticking = asyncio.ensure_future(clock())
+        children = [child for some in await asyncio.gather(*(box.fork(10) for _ in range(10))) for child in some]
+        ticking.cancel()
+        assert len({child.id for child in children}) == 100
+        assert set(await asyncio.gather(*(child.read("/tmp/mine") for child in children))) == {b"from the parent"}
+        await asyncio.gather(*(child.write("/tmp/mine", child.id.encode()) for child in children))
+        assert await asyncio.gather(*(child.read("/tmp/mine") for child in children)) == [child.id.encode() for child in children]
+        await asyncio.gather(*(child.kill() for child in children))
+        assert late < 5.0, "the event loop went on"
+
+    using(body)
+
+
+def test_the_host_is_out_of_descriptors() -> None:
+    async def body(backend: Backend) -> None:
+        box = await backend.create(SPEC)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken: list[int] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        try:
+            while True:
+                try:
+                    taken.append(os.open("/dev/null", os.O_RDONLY))
+                except OSError:
+                    break
+            with pytest.raises(CapacityError):
+                await backend.create(SPEC)
+            assert (await box.exec(TRUE)).code == 0, "one that lives needs no new ones"
+        finally:
+            for fd in taken:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (await (await backend.create(SPEC)).exec(TRUE)).code == 0
+
+    using(body)
+
+
+def test_nothing_is_left() -> None:
+    """Processes, descriptors, mounts and groups are the same before and after."""
+
+    def mounts() -> int:
+        return len(Path("/proc/self/mountinfo").read_text().splitlines())
+
+    async def body(backend: Backend) -> None:
+        pid = pid_of(backend)
+        first = await backend.create(SPEC)
+        processes, files, groups = len(descendants(pid)), len(os.listdir("/proc/self/fd")), count(groups_of(pid))
+        for _ in range(5):
+            boxes = await asyncio.gather(*(backend.create(SPEC) for _ in range(5)))
+            await asyncio.gather(*(box.exec(TRUE) for box in boxes))
+            (child,) = await boxes[0].fork()
+            assert not isinstance(child, Exception)
+            await asyncio.gather(*(box.kill() for box in (*boxes, child)))
+        assert (len(descendants(pid)), len(os.listdir("/proc/self/fd")), count(groups_of(pid))) == (processes, files, groups)
+        assert (await first.exec(TRUE)).code == 0
+
+    def count(folders: list[str]) -> int:
+        return sum(1 for folder in folders for _ in os.walk(folder))
+
+    before = mounts()
+    using(body)
+    assert mounts() == before
+
+
+def test_a_refused_creation_leaves_nothing() -> None:
+    async def body(backend: Backend) -> None:
+        processes = len(descendants(pid_of(backend)))
+        with pytest.raises((SandboxError, CapacityError)):
+            await backend.create(Spec(image="/proc"))
+        cancelled = asyncio.ensure_future(backend.create(SPEC))
+        await asyncio.sleep(0.001)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await asyncio.sleep(0.5)
+        assert len(descendants(pid_of(backend))) == processes and not backend.machines
+
+    using(body)
