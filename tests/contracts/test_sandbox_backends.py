@@ -12,7 +12,7 @@ from gnomon.errors import ConfigError, SandboxError, SandboxLost, Unsupported
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.sandbox import Backend, Capabilities, Chunk, Command, FileEvent, Limits, Result, Sandbox, Spec
 
-NAMES = ("namespaces",)
+NAMES = ("namespaces", pytest.param("gvisor", marks=pytest.mark.slow))
 WORKS: dict[str, Capabilities | str] = {}
 SMALL = Limits(memory_bytes=128 << 20, disk_bytes=32 << 20, processes=64)
 PLAIN = Spec(limits=SMALL)
@@ -180,7 +180,7 @@ def test_files(name: str) -> None:
     async def body(box: Sandbox) -> None:
         await box.write("/tmp/a/b/file", b"content", mode=0o640)
         assert await box.read("/tmp/a/b/file") == b"content"
-        assert (await box.exec(sh("stat -c '%a %s' /tmp/a/b/file"))).text == "640 7\n"
+        assert (await box.exec(sh("find /tmp/a/b/file -printf '%m %s\\n'"))).text == "640 7\n"
         await box.write("/tmp/a/b/file", b"less")
         assert await box.read("/tmp/a/b/file") == b"less"
         large = bytes(range(256)) * 12_000
@@ -215,7 +215,7 @@ def test_folders_go_in_and_out(name: str, tmp_path: Path) -> None:
 
     async def body(box: Sandbox) -> None:
         await box.upload(source, "/tmp/in")
-        result = await box.exec(sh("/tmp/in/run.sh; wc -c < /tmp/in/link; ls -d /tmp/in/sub/deep"))
+        result = await box.exec(sh("/tmp/in/run.sh; wc -c < /tmp/in/link; find /tmp/in/sub/deep"))
         assert result.text == "ran\n200000\n/tmp/in/sub/deep\n"
         await box.download("/tmp/in", tmp_path / "out")
         await box.upload(source / "run.sh", "/tmp/one")
@@ -302,8 +302,8 @@ def test_forks_diverge(name: str) -> None:
             children = await box.fork(3)
             for i, child in enumerate(children):
                 assert not isinstance(child, Exception), child
-                result = await child.exec(sh(f"cat /tmp/who; ls /tmp /etc/hosts; echo {i} > /tmp/who"))
-                assert result.stdout == b"parent\n/tmp:\nwho\n" and result.code == 0
+                result = await child.exec(sh(f"cat /tmp/who; echo /tmp/*; test ! -e /etc/hosts && echo {i} > /tmp/who"))
+                assert result.stdout == b"parent\n/tmp/who\n" and result.code == 0
                 assert child.id != box.id
             assert [await child.read("/tmp/who") for child in children] == [b"0\n", b"1\n", b"2\n"]
             grandchild = (await children[1].fork())[0]

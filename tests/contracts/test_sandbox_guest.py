@@ -135,7 +135,7 @@ def test_files_go_in_and_out_whole(tmp_path: Path) -> None:
         assert (tmp_path / "deep/in/file").read_bytes() == data
         assert (tmp_path / "deep/in/file").stat().st_mode & 0o777 == 0o640
         assert await files.read(channel, f"{tmp_path}/deep/in/file", 1 << 20) == data
-        with pytest.raises(SandboxError, match="700000 bytes, more than 10"):
+        with pytest.raises(SandboxError, match="larger than 10"):
             await files.read(channel, f"{tmp_path}/deep/in/file", 10)
         with pytest.raises(SandboxError, match="No such file"):
             await files.read(channel, f"{tmp_path}/none", 10)

@@ -18,13 +18,24 @@ from pathlib import Path
 from gnomon.errors import SandboxError, SandboxTimeout, Unsupported
 from gnomon.sandbox import owners
 from gnomon.sandbox.gvisor import account, bundle, runsc
-from gnomon.sandbox.gvisor.machine import Machine, Place
+from gnomon.sandbox.gvisor.machine import Machine
 from gnomon.sandbox.images import Image
 from gnomon.sandbox.layers import LayerStore
+from gnomon.sandbox.ns.cgroups import Cgroups, Group
 from gnomon.sandbox.registry import Registry, Traces
-from gnomon.sandbox.sandbox import Capabilities, Command, Snapshot, Spec
+from gnomon.sandbox.sandbox import MEGABYTE, Capabilities, Command, Snapshot, Spec
 
 PROBE_SECONDS = 30.0
+NEVER_HELD = frozenset({"disk_bytes", "inodes", "processes"})
+KERNEL_BYTES = 96 * MEGABYTE
+KERNEL_TASKS = 256
+TASKS_PER_PROCESS = 16
+STATES = {
+    "new": "creating", "running": "running", "frozen": "paused", "hibernated": "hibernated", "stopped": "hibernated", "ended": "ending",
+}  # fmt: skip
+HELD_BY = {"memory": "memory_bytes", "cpu": "cpus"}
+"""Which controller holds which limit. Files are in memory, so that `memory_bytes` bounds them all, and `disk_bytes` each. One process
+inside is several tasks of the host, more or fewer from one version to the next: their number is bounded, not that of `processes`."""
 
 
 class Backend:
@@ -36,6 +47,7 @@ class Backend:
         self._store, self._registry = store, registry
         self._runsc: runsc.Runsc | None = None
         self._found: Capabilities | None = None
+        self._groups: Cgroups | None = None
         self.machines: dict[str, Machine] = {}
         self.timers: dict[str, asyncio.TimerHandle] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -61,22 +73,38 @@ class Backend:
             self._runsc = found
         return self._runsc
 
+    @property
+    def groups(self) -> Cgroups:
+        """The control groups that this process may make."""
+        self._groups = self._groups or Cgroups()
+        return self._groups
+
+    def group(self, machine: Machine) -> Group | None:
+        """A control group with the machine's limits and room for the kernel in it, for its next instance."""
+        if not self.groups.folders:
+            return None
+        limits = machine.spec.limits
+        memory, tasks = limits.memory_bytes + KERNEL_BYTES, TASKS_PER_PROCESS * limits.processes + KERNEL_TASKS
+        return self.groups.make(machine.name, memory, max(1, round(limits.cpus * 100)), tasks)
+
     async def probe(self) -> Capabilities:
         """Make a sandbox, run a program, hibernate and resume it; the answer is kept."""
         if self._found is not None:
             return self._found
         said = runsc.version(self.runsc.binary)
-        notes = [f"runsc {said} at {self.runsc.binary}"]
+        notes = [f"runsc {said} at {self.runsc.binary}", "what reaches its memory limit, or far too many processes, ends as a whole"]
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 async with await self.create(Spec(ttl_seconds=120.0)) as machine:
                     result = await machine.exec(Command(argv=("true",), timeout_seconds=10.0))
                     if result.code != 0:
                         raise Unsupported(f"gvisor: `true` ended with status {result.code} inside")
+                    if (await machine.exec(Command(argv=("stat", "/"), timeout_seconds=10.0))).code != 0:
+                        notes.append("this version refuses a flag of statx: `ls` and `stat` fail inside; set RUNSC_PATH to a current build")
                     checkpoints = await _checkpoints(machine, notes)
         except (SandboxError, OSError, TimeoutError) as error:
             raise Unsupported(f"gvisor: runsc {said} cannot run a sandbox here: {str(error) or 'it hangs'}") from error
-        levels = ("freeze", "hibernate") if checkpoints else ("freeze",)
+        levels = ("freeze", "stop", "hibernate") if checkpoints else ("freeze",)
         self._found = Capabilities(
             backend=self.name,
             isolation="strong",
@@ -86,7 +114,7 @@ class Backend:
             live_fork=checkpoints,
             network=False,
             rootless=os.geteuid() != 0,
-            unenforced=frozenset({"disk_bytes", "inodes", "processes"} | ({"memory_bytes", "cpus"})),
+            unenforced=frozenset(limit for held, limit in HELD_BY.items() if held not in self.groups.folders) | NEVER_HELD,
             notes=tuple(notes),
         )
         return self._found
@@ -124,7 +152,7 @@ class Backend:
         if record.id != identifier:
             self.store.discard(folder)
             return await self._existing(record.id)
-        machine = Machine(identifier, spec, Place(folder=folder), self)
+        machine = Machine(identifier, spec, folder, self)
         self.machines[identifier] = machine
         try:
             root, agent = await asyncio.to_thread(self._folders, image)
@@ -187,15 +215,14 @@ class Backend:
 
     def note(self, machine: Machine) -> None:
         """Tell the registry what the machine is now and which processes it has."""
-        states = {"new": "creating", "running": "running", "frozen": "paused", "hibernated": "hibernated", "ended": "ending"}
         pairs = [(process, owners.start_ticks(process)) for process in machine.processes]
         traces = Traces(
             processes=tuple((process, ticks) for process, ticks in pairs if ticks is not None),
-            cgroups=tuple(str(group) for group in machine.place.groups),
-            files=(str(machine.place.folder),),
+            cgroups=tuple(str(group) for group in machine.groups),
+            files=(str(machine.folder),),
         )
         with contextlib.suppress(SandboxError):
-            self.registry.update(machine.id, state=states[machine.state], traces=traces)
+            self.registry.update(machine.id, state=STATES[machine.state], traces=traces)
 
     def expire(self, machine: Machine, seconds: float | None) -> None:
         """End the machine this long from now."""
@@ -208,7 +235,7 @@ class Backend:
             self.timers[machine.id] = asyncio.get_running_loop().call_later(max(0.0, seconds), self._expired, machine)
 
     def _expired(self, machine: Machine) -> None:
-        task = asyncio.create_task(machine.kill())
+        task = asyncio.create_task(machine.kill("its time is over"))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -218,7 +245,7 @@ class Backend:
         timer = self.timers.pop(machine.id, None)
         if timer is not None:
             timer.cancel()
-        await asyncio.to_thread(self.store.discard, machine.place.folder)
+        await asyncio.to_thread(self.store.discard, machine.folder)
         self.registry.release(machine.id)
 
     async def close(self) -> None:
@@ -226,6 +253,9 @@ class Backend:
         await asyncio.gather(*(machine.kill() for machine in list(self.machines.values())), return_exceptions=True)
         for task in list(self.tasks):
             await asyncio.gather(task, return_exceptions=True)
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
         if self._registry is not None:
             self._registry.close()
 

@@ -7,6 +7,7 @@ for anything inside: a program that floods, hangs or keeps its pipes wedges nobo
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import os
@@ -17,38 +18,18 @@ import struct
 import subprocess
 import sys
 import time
+from typing import IO
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import agent_files  # the neighbour in the same folder, wherever that is inside
+import agent_files  # the neighbours in the same folder, wherever that is inside
+from agent_child import Child
 
 FRAME = struct.Struct(">II")
 CHUNK = 1 << 16
 DRAIN_SECONDS = 0.2
+MAX_ORPHANS = 64
 IDENTITY = "/run/gnomon/instance"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-class Child:
-    """One program: its pipes, how much of its output the host wants, and how it ended."""
-
-    def __init__(self, key: int, process: subprocess.Popen[bytes], limit: int | None, credit: int | None) -> None:
-        self.key: int | None = key
-        self.process = process
-        self.pid = process.pid
-        self.limit, self.credit = limit, credit
-        self.truncated = False
-        self.code: int | None = None
-        self.ended = 0.0
-        self.outputs: dict[int, str] = {}
-        for name in ("stdout", "stderr"):
-            stream = getattr(process, name)
-            if stream is not None:
-                self.outputs[stream.fileno()] = name
-                os.set_blocking(stream.fileno(), False)
-        self.pending = bytearray()
-        self.closing = False
-        if process.stdin is not None:
-            os.set_blocking(process.stdin.fileno(), False)
 
 
 class Agent:
@@ -59,6 +40,7 @@ class Agent:
         self.buffer = bytearray()
         self.children: dict[int, Child] = {}
         self.by_pid: dict[int, Child] = {}
+        self.orphans: collections.deque[IO[bytes]] = collections.deque()
         self.env: dict[str, str] = {}
         self.held = False
         self.stopped: set[int] | None = None
@@ -98,6 +80,8 @@ class Agent:
                     self.output(subject, event.fd)
                 elif what == "input" and mask & selectors.EVENT_WRITE:
                     self.feed(subject)
+                elif what == "orphan":
+                    self.drain(subject)
                 elif what == "watch":
                     self.changed(event.fd)
             if not self.held:
@@ -144,7 +128,7 @@ class Agent:
         self.held = False
         if header.get("forget"):
             for child in self.children.values():
-                child.key, child.limit = None, 0
+                child.key = None
                 child.pending.clear()
                 self.listen(child)
             self.uploads.clear()
@@ -211,11 +195,11 @@ class Agent:
             self.selector.unregister(handle)
             getattr(child.process, child.outputs.pop(handle)).close()
             return
-        if child.limit is not None:
-            kept = data[: child.limit]
-            child.truncated = child.truncated or len(kept) < len(data)
-            child.limit -= len(kept)
-            data = kept
+        left = child.limits[child.outputs[handle]]
+        if left is not None:
+            child.truncated = child.truncated or left < len(data)
+            data = data[:left]
+            child.limits[child.outputs[handle]] = left - len(data)
         if data and child.key is not None:
             if child.credit is not None:
                 child.credit -= len(data)
@@ -295,13 +279,37 @@ class Agent:
                 self.send({"ev": "exit", "id": child.key, "code": child.code, "truncated": child.truncated})
 
     def forget(self, child: Child) -> None:
-        """Close what is left of an ended program's pipes."""
+        """Close an ended program's input; what it left running may still write, so its pipes are drained to nowhere."""
         for name in ("stdin", "stdout", "stderr"):
             stream = getattr(child.process, name)
-            if stream is not None and not stream.closed:
-                if stream.fileno() in self.selector.get_map():
-                    self.selector.unregister(stream.fileno())
+            if stream is None or stream.closed:
+                continue
+            if stream.fileno() in self.selector.get_map():
+                self.selector.unregister(stream.fileno())
+            if name == "stdin":
                 stream.close()
+                continue
+            self.orphans.append(stream)
+            self.selector.register(stream.fileno(), selectors.EVENT_READ, ("orphan", stream))
+            if len(self.orphans) > MAX_ORPHANS:
+                self.close_orphan(self.orphans[0])
+
+    def drain(self, stream: IO[bytes]) -> None:
+        """Drop what an ended program's offspring wrote."""
+        try:
+            if os.read(stream.fileno(), CHUNK):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self.close_orphan(stream)
+
+    def close_orphan(self, stream: IO[bytes]) -> None:
+        """Nobody writes to it any more, or there are too many."""
+        self.orphans.remove(stream)
+        self.selector.unregister(stream.fileno())
+        stream.close()
 
     def do_read(self, header: dict, payload: bytes) -> None:
         """A file's content in pieces."""
@@ -337,6 +345,14 @@ class Agent:
         os.makedirs(header["path"], exist_ok=True)
         self.reply(header)
 
+    def do_link(self, header: dict, payload: bytes) -> None:
+        """A symbolic link, in place of a file or link that is there."""
+        os.makedirs(os.path.dirname(header["path"]), exist_ok=True)
+        if os.path.lexists(header["path"]):
+            os.unlink(header["path"])
+        os.symlink(header["target"], header["path"])
+        self.reply(header)
+
     def do_watch(self, header: dict, payload: bytes) -> None:
         """Report changes below a directory from now on."""
         handle = self.watches.open(header["id"], header["path"], bool(header["recursive"]))
@@ -356,8 +372,8 @@ class Agent:
             self.send({"ev": "change", "id": key, "path": path, "kind": kind})
 
     def do_usage(self, header: dict, payload: bytes) -> None:
-        """How many processes there are besides this one, and the processor seconds of all."""
-        self.reply(header, processes=len(agent_files.others()), seconds=sum(os.times()[:4]))
+        """Processes besides this one, processor seconds of all, bytes of files that were written here."""
+        self.reply(header, processes=len(agent_files.others()), seconds=sum(os.times()[:4]), disk=agent_files.written())
 
 
 def main() -> None:

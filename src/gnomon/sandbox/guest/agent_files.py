@@ -13,10 +13,12 @@ import shutil
 import signal
 import stat
 import struct
+import time
 from collections.abc import Iterator
 
 PIECE = 1 << 18
 HIDDEN = ".gnomon-part-"
+BEGAN = time.time() - 1.0
 EVENT = struct.Struct("iIII")
 CREATE, MODIFY, ATTRIBUTES, GONE, MOVED_FROM, MOVED_TO = 0x100, 0x2, 0x4, 0x200, 0x40, 0x80
 WATCHED = CREATE | MODIFY | ATTRIBUTES | GONE | MOVED_FROM | MOVED_TO
@@ -66,12 +68,12 @@ def read(path: str, limit: int) -> Iterator[bytes]:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(22, f"{path} is not a regular file")
         if os.fstat(handle).st_size > limit:
-            raise OSError(27, f"{path} has {os.fstat(handle).st_size} bytes, more than {limit}")
+            raise OSError(27, f"{path} has {os.fstat(handle).st_size} bytes, so it is larger than {limit}")
         total = 0
         while piece := os.read(handle, PIECE):
             total += len(piece)
             if total > limit:
-                raise OSError(27, f"{path} has more than {limit} bytes")
+                raise OSError(27, f"{path} is larger than {limit} bytes")
             yield piece
     finally:
         os.close(handle)
@@ -152,6 +154,33 @@ def entries(path: str, depth: int) -> Iterator[list[list[object]]]:
                 yield rows
                 rows = []
     yield rows
+
+
+def written(limit: int = 20_000) -> int:
+    """Bytes of the files of the root file system that changed since this process began; at most `limit` entries are looked at."""
+    try:
+        root = os.stat("/").st_dev
+    except OSError:
+        return 0
+    total = seen = 0
+    stack = ["/", "/tmp", "/run"]
+    while stack and seen < limit:
+        try:
+            found = list(os.scandir(stack.pop()))
+        except OSError:
+            continue
+        for entry in found:
+            seen += 1
+            try:
+                state = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            if stat.S_ISDIR(state.st_mode):
+                if state.st_dev == root and entry.path not in ("/tmp", "/run"):
+                    stack.append(entry.path)
+            elif state.st_ctime >= BEGAN:
+                total += state.st_size
+    return total
 
 
 def kind_of(mode: int) -> str:

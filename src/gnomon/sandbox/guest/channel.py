@@ -13,129 +13,16 @@ import itertools
 import json
 import os
 import struct
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from gnomon.errors import SandboxError, SandboxLost, SandboxTimeout
-from gnomon.sandbox.sandbox import Chunk, Command, FileEvent, Result
+from gnomon.sandbox.guest.process import CREDIT, MAX_PAYLOAD, GuestProcess
+from gnomon.sandbox.sandbox import Command, FileEvent, Result
 
 FRAME = struct.Struct(">II")
 MAX_HEADER = 1 << 18
-MAX_PAYLOAD = 1 << 20
-CREDIT = 1 << 18
 KILL_SECONDS = 5.0
-
-
-class GuestProcess:
-    """A program inside that was started in the background; see `gnomon.sandbox.sandbox.Process`."""
-
-    def __init__(self, guest: Guest, key: int, command: Command, *, credit: bool) -> None:
-        self.guest, self.key, self.command = guest, key, command
-        self.id = 0
-        self.credit = credit
-        self.chunks: deque[Chunk] = deque()
-        self.waiting_bytes = 0
-        self.kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self.changed = asyncio.Event()
-        self.taken = asyncio.Event()
-        self.code: int | None = None
-        self.lost: Exception | None = None
-        self.truncated = False
-        self.began = time.monotonic()
-        self.ended = 0.0
-
-    def event(self, header: dict[str, Any], payload: bytes) -> None:
-        """What the agent says about it."""
-        kind = header.get("ev")
-        if kind == "out":
-            stream: Literal["stdout", "stderr"] = "stderr" if header.get("stream") == "stderr" else "stdout"
-            self.waiting_bytes += len(payload)
-            if self.waiting_bytes > max(CREDIT, self.command.max_output_bytes) + MAX_PAYLOAD:
-                raise ValueError("output that nobody asked for")
-            if self.chunks and self.chunks[-1].stream == stream and len(self.chunks[-1].data) < 4096:
-                payload = self.chunks.pop().data + payload
-            self.chunks.append(Chunk(stream=stream, data=payload))
-        elif kind == "exit":
-            code = header.get("code")
-            self.code = code if isinstance(code, int) and -128 <= code <= 255 else 255
-            self.truncated = self.truncated or bool(header.get("truncated"))
-            self.ended = time.monotonic()
-        elif kind == "took":
-            self.taken.set()
-        self.changed.set()
-
-    def fail(self, error: Exception) -> None:
-        """The machine is gone."""
-        self.lost = error
-        self.changed.set()
-        self.taken.set()
-
-    async def output(self) -> AsyncIterator[Chunk]:
-        """Output as it comes, until the program ends."""
-        while True:
-            while self.chunks:
-                chunk = self.chunks.popleft()
-                self.waiting_bytes -= len(chunk.data)
-                if self.credit and self.code is None and self.lost is None:
-                    await self.guest.tell({"op": "more", "id": self.key, "bytes": len(chunk.data)})
-                yield chunk
-            if self.code is not None:
-                return
-            if self.lost is not None:
-                raise self.lost
-            self.changed.clear()
-            await self.changed.wait()
-
-    async def wait(self) -> Result:
-        """Its end, with the output that nobody took, up to the command's limit."""
-        async for chunk in self.output():
-            part = chunk.data[: self.command.max_output_bytes - sum(map(len, self.kept.values()))]
-            self.kept[chunk.stream] += part
-            self.truncated = self.truncated or len(part) < len(chunk.data)
-        assert self.code is not None
-        return Result(
-            code=self.code,
-            stdout=bytes(self.kept["stdout"]),
-            stderr=bytes(self.kept["stderr"]),
-            truncated=self.truncated,
-            seconds=self.ended - self.began,
-        )
-
-    async def write(self, data: bytes) -> None:
-        """Bytes for its standard input; returns when the program's pipe has them."""
-        view = memoryview(data)
-        while view and self.code is None:
-            await self._feed(bytes(view[:CREDIT]), eof=False)
-            view = view[CREDIT:]
-
-    async def close_stdin(self) -> None:
-        """End of its standard input."""
-        if self.code is None:
-            await self._feed(b"", eof=True)
-
-    async def _feed(self, data: bytes, *, eof: bool) -> None:
-        self.taken.clear()
-        await self.guest.call({"op": "stdin", "child": self.key, "eof": eof}, data)
-        ended = asyncio.ensure_future(self._ended())
-        taken = asyncio.ensure_future(self.taken.wait())
-        try:
-            await asyncio.wait({ended, taken}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for waiter in (ended, taken):
-                waiter.cancel()
-        if self.lost is not None:
-            raise self.lost
-
-    async def _ended(self) -> None:
-        while self.code is None and self.lost is None:
-            await asyncio.sleep(0.05)
-
-    async def kill(self, signal: int = 9) -> None:
-        """Send a signal to the program and all that it started in its session."""
-        if self.code is None:
-            await self.guest.call({"op": "signal", "child": self.key, "signal": int(signal)})
 
 
 class Guest:
@@ -200,6 +87,15 @@ class Guest:
         self.open.set()
         self.drained.set()
         self.on_lost()
+
+    def abandon(self, why: str) -> None:
+        """The machine goes on without the programs and watches that it had."""
+        for process in self.processes.values():
+            process.fail(SandboxError(f"sandbox {self.name}: {why}"))
+        for queue in self.watchers.values():
+            queue.put_nowait(None)
+        self.processes.clear()
+        self.watchers.clear()
 
     async def _read(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport) -> None:
         why = "it ended"
@@ -287,7 +183,7 @@ class Guest:
             self.parts.pop(key, None)
 
     async def start(self, command: Command, defaults: tuple[str, str], *, stdin: bool, limit: int | None = None) -> GuestProcess:
-        """Start a program; `defaults` are the folder and user where the command names none. `limit` bytes of output come unasked."""
+        """Start a program; `defaults` are the folder and user where the command names none. `limit` bytes of each stream come unasked."""
         key = next(self.keys)
         process = GuestProcess(self, key, command, credit=limit is None)
         self.processes[key] = process
@@ -312,7 +208,7 @@ class Guest:
     async def run(self, command: Command, defaults: tuple[str, str]) -> Result:
         """Run a program to its end, or to its timeout: then it and its session are killed."""
         process = await self.start(command, defaults, stdin=command.stdin is not None, limit=command.max_output_bytes)
-        feeding = asyncio.create_task(_feed(process, command.stdin)) if command.stdin is not None else None
+        feeding = asyncio.create_task(process.feed_all(command.stdin)) if command.stdin is not None else None
         timed_out = False
         try:
             try:
@@ -384,11 +280,3 @@ class _Flow(asyncio.BaseProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.drained.set()
-
-
-async def _feed(process: GuestProcess, data: bytes) -> None:
-    with contextlib.suppress(SandboxError):
-        await process.write(data)
-        await process.close_stdin()
-
-

@@ -72,18 +72,21 @@ async def remove(guest: Guest, path: str) -> None:
 
 
 async def upload(guest: Guest, source: Path, path: str) -> None:
-    """Copy a file or folder of the host in; links of the host are followed only if they are `source` itself."""
+    """Copy a file or folder of the host in; links below it stay links."""
     if source.is_file():
         await _upload_file(guest, source, path)
         return
     if not source.is_dir():
         raise SandboxError(f"{source} is neither a file nor a folder: nothing to upload")
-    for folder, _, names in os.walk(source):
+    for folder, folders, names in os.walk(source):
         below = Path(folder).relative_to(source).as_posix()
         await guest.call({"op": "mkdir", "path": _absolute(str(PurePosixPath(path) / below))})
-        for name in sorted(names):
-            if not (Path(folder) / name).is_symlink():
-                await _upload_file(guest, Path(folder) / name, str(PurePosixPath(path) / below / name))
+        for name in sorted([*names, *folders]):
+            local, place = Path(folder) / name, str(PurePosixPath(path) / below / name)
+            if local.is_symlink():
+                await guest.call({"op": "link", "path": _absolute(place), "target": os.readlink(local)})
+            elif local.is_file():
+                await _upload_file(guest, local, place)
 
 
 async def _upload_file(guest: Guest, source: Path, path: str) -> None:

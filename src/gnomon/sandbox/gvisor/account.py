@@ -13,8 +13,10 @@ def use(processes: Iterable[int], groups: Iterable[Path]) -> tuple[int, float]:
     memory: int | None = None
     seconds: float | None = None
     for group in groups:
-        memory = _number(group / "memory.usage_in_bytes", memory)
-        memory = _number(group / "memory.current", memory)
+        counted = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+        for words in (("total_rss", "total_shmem"), ("anon", "shmem")):  # version 1, 2; not the cache of files, which can be dropped
+            if all(word in counted for word in words):
+                memory = sum(int(counted[word]) for word in words)
         nanoseconds = _number(group / "cpuacct.usage", None)
         seconds = seconds if nanoseconds is None else nanoseconds / 1e9
         for line in _text(group / "cpu.stat").splitlines():

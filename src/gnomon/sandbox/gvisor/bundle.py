@@ -32,7 +32,7 @@ GROUPS = "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n"
 def agent_folder(place: Path) -> Path:
     """The agent's files in a folder named after their content, so that a checkpoint finds the agent that it was made with."""
     source = Path(guest.__file__).parent
-    files = {name: (source / name).read_bytes() for name in ("agent.py", "agent_files.py")}
+    files = {name: (source / name).read_bytes() for name in ("agent.py", "agent_files.py", "agent_child.py")}
     digest = hashlib.sha256(b"".join(files.values())).hexdigest()[:16]
     folder = place / f"agent-{digest}"
     if not folder.exists():
@@ -118,7 +118,7 @@ def configuration(spec: Spec, root: Path, agent: Path, *, host: bool) -> dict[st
         mounts.append(_bind(Path("/usr"), "/.gnomon/usr"))
     environment = ["PATH=/usr/bin:/bin"] if host else ["PATH=/usr/bin:/bin", "PYTHONHOME=/.gnomon/usr"]
     powers = [f"CAP_{name}" for name in CAPABILITIES]
-    files = spec.limits.open_files
+    limits = (("NOFILE", spec.limits.open_files), ("FSIZE", spec.limits.disk_bytes), ("CORE", 0))
     linux: dict[str, object] = {"namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")]}
     if os.geteuid() != 0:
         linux = {
@@ -135,7 +135,7 @@ def configuration(spec: Spec, root: Path, agent: Path, *, host: bool) -> dict[st
             "env": environment,
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "inheritable", "permitted"), powers),
-            "rlimits": [{"type": "RLIMIT_NOFILE", "hard": files, "soft": files}],
+            "rlimits": [{"type": f"RLIMIT_{name}", "hard": value, "soft": value} for name, value in limits],
         },
         "root": {"path": str(root), "readonly": False},
         "hostname": spec.hostname,

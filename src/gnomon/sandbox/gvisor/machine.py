@@ -14,25 +14,19 @@ import os
 import secrets
 import shutil
 import signal
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from gnomon.errors import SandboxError, SandboxLost, Unsupported
 from gnomon.sandbox.guest import files
-from gnomon.sandbox.guest.channel import Guest, GuestProcess
+from gnomon.sandbox.guest.channel import Guest
+from gnomon.sandbox.guest.process import GuestProcess
 from gnomon.sandbox.gvisor import account
 from gnomon.sandbox.gvisor.runsc import Runsc
+from gnomon.sandbox.ns.cgroups import Group
 from gnomon.sandbox.sandbox import MEGABYTE, Command, FileEvent, FileInfo, Network, PauseLevel, Result, Snapshot, Spec, Usage
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a sandbox lives: its folder (bundle, state, checkpoints) and the control groups that hold its host processes."""
-
-    folder: Path
-    groups: tuple[Path, ...] = ()
 
 
 class Home(Protocol):
@@ -51,6 +45,10 @@ class Home(Protocol):
         """A finished checkpoint becomes a named snapshot."""
         ...
 
+    def group(self, machine: Machine) -> Group | None:
+        """A control group with the machine's limits for its next instance, where there are any."""
+        ...
+
     def note(self, machine: Machine) -> None:
         """The machine's state or processes have changed."""
         ...
@@ -60,20 +58,21 @@ class Home(Protocol):
         ...
 
     async def discard(self, machine: Machine) -> None:
-        """The machine has ended: give back its folder and groups."""
+        """The machine has ended: give back its folder."""
         ...
 
 
 class Machine:
     """A sandbox under gVisor; see `gnomon.sandbox.sandbox.Sandbox`."""
 
-    def __init__(self, identifier: str, spec: Spec, place: Place, home: Home) -> None:
-        self.id, self.spec, self.place, self.home = identifier, spec, place, home
+    def __init__(self, identifier: str, spec: Spec, folder: Path, home: Home) -> None:
+        self.id, self.spec, self.folder, self.home = identifier, spec, folder, home
         self.guest = Guest(identifier)
         self.guest.on_lost = self._lost
         self.state = "new"
         self.generation = 0
         self.processes: tuple[int, ...] = ()
+        self.group: Group | None = None
         self.handle = -1
         self.lock = asyncio.Lock()
         self.endings: set[asyncio.Task[None]] = set()
@@ -81,12 +80,12 @@ class Machine:
     async def boot(self, image: Path | None = None, **identity: object) -> None:
         """Start, from a checkpoint if `image` is one, under an identity of its own: instance, and what `identity` adds."""
         self.generation += 1
-        shutil.rmtree(self.place.folder / "state", ignore_errors=True)
+        shutil.rmtree(self.folder / "state", ignore_errors=True)
         from_guest, guest_out = os.pipe()
         guest_in, to_guest = os.pipe()
-        name = f"gnomon-{self.id}-{self.generation}"
         try:
-            process = await self.home.runsc.launch(self.place.folder, name, image, (guest_in, guest_out), self.place.groups)
+            self.group = self.home.group(self)
+            process = await self.home.runsc.launch(self.folder, self.name, image, (guest_in, guest_out), self.groups)
             self.handle = os.pidfd_open(process)
         except BaseException:
             for end in (from_guest, to_guest):
@@ -104,10 +103,15 @@ class Machine:
 
     def _gofers(self) -> Sequence[int]:
         found = []
-        for path in (self.place.folder / "state").glob("*.state"):
+        for path in (self.folder / "state").glob("*.state"):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 found.append(int(json.loads(path.read_text())["goferPid"]))
         return found
+
+    @property
+    def groups(self) -> tuple[Path, ...]:
+        """The control groups that hold its host processes."""
+        return tuple(Path(folder) for folder in self.group.folders) if self.group is not None else ()
 
     @property
     def name(self) -> str:
@@ -167,29 +171,42 @@ class Machine:
             yield event
 
     async def pause(self, level: PauseLevel = "freeze") -> None:
-        """Stop: `freeze` by the sandbox's kernel, `hibernate` by a checkpoint that leaves no process behind."""
+        """Stop: `freeze` by the sandbox's kernel; the others by a checkpoint that leaves no process behind, `stop` without programs."""
         async with self.lock:
-            if self.state == "frozen" and level == "hibernate":
-                await self.home.runsc.verb(self.place.folder, "resume", self.name)
-                self.state = "running"
+            if self.state == "frozen" and level != "freeze":
+                await self._thaw()
             self._ready()
             if level == "freeze":
-                await self.home.runsc.verb(self.place.folder, "pause", self.name)
-                self.state = "frozen"
+                await self._freeze()
             else:
-                await self._checkpoint(self.place.folder / "hibernated", stop=False)
-                self.state = "hibernated"
+                await self._checkpoint(self.resting, stop=level == "stop")
+                if level == "stop":
+                    self.guest.abandon("its programs were ended by pause('stop')")
+                self.state = "stopped" if level == "stop" else "hibernated"
             self.home.note(self)
 
+    @property
+    def resting(self) -> Path:
+        """Where its checkpoint is while it hibernates."""
+        return self.folder / "hibernated"
+
+    async def _freeze(self) -> None:
+        await self.home.runsc.verb(self.folder, "pause", self.name)
+        self.state = "frozen"
+
+    async def _thaw(self) -> None:
+        await self.home.runsc.verb(self.folder, "resume", self.name)
+        self.state = "running"
+
     async def resume(self) -> None:
-        """Go on after `pause`; after `hibernate` as a new instance of the same machine."""
+        """Go on after `pause`; from disk as a new instance of the same machine."""
         async with self.lock:
             if self.state == "frozen":
-                await self.home.runsc.verb(self.place.folder, "resume", self.name)
-                self.state = "running"
-            elif self.state == "hibernated":
-                await self.boot(self.place.folder / "hibernated")
-                await asyncio.to_thread(shutil.rmtree, self.place.folder / "hibernated", True)
+                await self._thaw()
+            elif self.state in ("hibernated", "stopped"):
+                ended = self.state == "stopped"
+                await self.boot(self.resting, forget=ended, end=ended)
+                await asyncio.to_thread(shutil.rmtree, self.resting, True)
             elif self.state == "ended":
                 self._ready()
             self.home.note(self)
@@ -201,7 +218,7 @@ class Machine:
         await self.guest.hold(stop=stop)
         self.guest.parting = True
         try:
-            await self.home.runsc.verb(self.place.folder, "checkpoint", f"--image-path={image}", self.name, seconds=300.0)
+            await self.home.runsc.verb(self.folder, "checkpoint", f"--image-path={image}", self.name, seconds=300.0)
         except BaseException:
             shutil.rmtree(image, ignore_errors=True)
             self.guest.parting = False
@@ -213,14 +230,32 @@ class Machine:
 
     async def snapshot(self, name: str | None = None, *, memory: bool = False) -> Snapshot:
         """Keep the present state; without `memory` the snapshot's processes are ended before anyone can call it."""
-        async with self.lock:
-            self._ready()
-            image = self.place.folder / "checkpoint"
-            await self._checkpoint(image, stop=not memory)
-            await self._return(image)
-            return await self.home.keep(self, image, name, memory=memory)
+        async with self.lock, self._image(memory) as (image, going_on):
+            await going_on
+            copy = self.folder / "kept"
+            await asyncio.to_thread(shutil.copytree, image, copy, copy_function=os.link)
+            return await self.home.keep(self, copy, name, memory=memory)
 
-    async def _return(self, image: Path) -> None:
+    @contextlib.asynccontextmanager
+    async def _image(self, memory: bool) -> AsyncIterator[tuple[Path, Awaitable[None]]]:
+        """A checkpoint of the present state, and the task of going on from it, which ends as paused as it was."""
+        if self.state in ("hibernated", "stopped"):
+            yield self.resting, asyncio.create_task(asyncio.sleep(0))
+            return
+        frozen = self.state == "frozen"
+        if frozen:
+            await self._thaw()
+        self._ready()
+        image = self.folder / "checkpoint"
+        await self._checkpoint(image, stop=not memory)
+        going_on = asyncio.create_task(self._return(image, frozen=frozen))
+        try:
+            yield image, going_on
+        finally:
+            await asyncio.gather(going_on, return_exceptions=True)
+            await asyncio.to_thread(shutil.rmtree, image, True)
+
+    async def _return(self, image: Path, *, frozen: bool) -> None:
         """This machine goes on from its own checkpoint; tried twice, as nothing else is left of it."""
         try:
             try:
@@ -228,6 +263,8 @@ class Machine:
             except SandboxError:
                 await self._end_processes()
                 await self.boot(image)
+            if frozen:
+                await self._freeze()
         except SandboxError as error:
             self.guest.end(f"it could not go on after a checkpoint: {error}")
             raise
@@ -236,16 +273,12 @@ class Machine:
         """`count` machines from one checkpoint; without `memory` they have its files and none of its processes."""
         if count < 1:
             raise SandboxError(f"fork of {count}: at least one child")
-        async with self.lock:
-            self._ready()
-            image = self.place.folder / "checkpoint"
-            await self._checkpoint(image, stop=not memory)
+        async with self.lock, self._image(memory) as (image, going_on):
             births = [asyncio.create_task(self._child(image, memory)) for _ in range(count)]
             try:
-                await self._return(image)
+                await going_on
             finally:
                 children = await asyncio.gather(*births, return_exceptions=True)
-                await asyncio.to_thread(shutil.rmtree, image, True)
         return [child if isinstance(child, (Machine, Exception)) else SandboxError(str(child)) for child in children]
 
     async def _child(self, image: Path, memory: bool) -> Machine:
@@ -274,22 +307,22 @@ class Machine:
             raise Unsupported("gvisor: sandboxes have no network; use the namespaces backend for an allow list")
 
     async def usage(self) -> Usage:
-        """What it uses now; the disk is checkpoints, files being in memory."""
+        """What it uses now; the disk is its checkpoints, and the files that it wrote although they are in its memory."""
         if self.state == "ended":
             self._ready()
-        processes = 0
+        inside: dict[str, Any] = {}
         if self.state == "running":
-            processes = int((await self.guest.call({"op": "usage"})).get("processes", 0))
-        memory, seconds = await asyncio.to_thread(account.use, self.processes, self.place.groups)
-        disk = await asyncio.to_thread(account.disk, self.place.folder)
-        return Usage(memory_bytes=memory, disk_bytes=disk, processes=processes, cpu_seconds=seconds)
+            inside = await self.guest.call({"op": "usage"})
+        memory, seconds = await asyncio.to_thread(account.use, self.processes, self.groups)
+        disk = await asyncio.to_thread(account.disk, self.folder) + int(inside.get("disk", 0))
+        return Usage(memory_bytes=memory, disk_bytes=disk, processes=int(inside.get("processes", 0)), cpu_seconds=seconds)
 
-    async def kill(self) -> None:
+    async def kill(self, why: str = "it was killed") -> None:
         """End it and all that runs in it, and give back everything it used."""
         if self.state == "ended":
             return
         self.state = "ended"
-        self.guest.end("it was killed")
+        self.guest.end(why)
         await self.guest.disconnect()
         await self._end_processes()
         await self.home.discard(self)
@@ -319,6 +352,9 @@ class Machine:
                     with contextlib.suppress(OSError):
                         os.kill(process, signal.SIGKILL)
         self.processes = ()
+        group, self.group = self.group, None
+        if group is not None:
+            await asyncio.to_thread(group.remove)
 
     async def __aenter__(self) -> Self:
         """The sandbox itself."""
