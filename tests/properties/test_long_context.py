@@ -99,12 +99,18 @@ def test_a_stream_resumes_from_its_number(tokenizer: Tokenizer, documents: list[
 
 
 def test_samples_are_packed_whole_beside_text(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:
-    source = LongContext(documents, tokenizer, LongConfig(window=1000, tasks=1))
+    source, alone = (LongContext(documents, tokenizer, LongConfig(tasks=1)) for _ in range(2))
     batches = PackedBatches(Mixture([(source, 1.0)], 0), 2, 1024, pad_id=tokenizer.pad_id)
-    batch = batches.next()
-    assert batch.tokens.shape == (2, 1024)
-    first = source.sample(0).item.tokens
-    assert (batch.tokens[0, :999].numpy() == first[:-1]).all() and (batch.targets[0, :999].numpy() == first[1:]).all()
+    for context in (1024, 2048, 1024):  # samples fill the rows of each stage, and a position from another stage is found again
+        batches.set_stage(context=context)
+        alone.set_context(context)
+        state, batch = batches.state(), batches.next()
+        first = alone.sample(int(state["now"]["sources"][0]["index"])).item.tokens
+        assert (batch.tokens[0].numpy() == first[:-1]).all() and (batch.targets[0].numpy() == first[1:]).all()
+        batches.set_stage(context=3072)
+        batches.restore(state)
+        batches.set_stage(context=context)
+        assert (batches.next().tokens == batch.tokens).all()
 
 
 def test_what_cannot_be_built_is_one_error(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:

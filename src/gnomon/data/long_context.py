@@ -22,6 +22,7 @@ from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import CheckpointError, ConfigError, DataError
 from gnomon.extend import suggestion
 
+DEFAULT_WINDOW = 4096
 QUARTERS = 4
 TRIES = 100
 """Draws of places until all guarantees hold; fewer than two are needed unless the window is nearly full of evidence."""
@@ -31,7 +32,7 @@ TRIES = 100
 class LongConfig:
     """What a long sample is made of."""
 
-    window: int = setting(4096, "tokens of a sample, question and answer included")
+    window: int | None = setting(None, "tokens of a sample, question and answer included; none: what the training's context holds")
     tasks: int = setting(2, "tasks in a sample")
     pieces: tuple[int, int] = setting((4, 6), "fewest and most pieces of evidence of a task")
     kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of tasks, taken in turn by chance")
@@ -45,7 +46,7 @@ class LongConfig:
             raise ConfigError(f"'kinds' is {list(self.kinds)}{close} (kinds: {', '.join(KINDS)})")
         if not QUARTERS <= self.pieces[0] <= self.pieces[1]:
             raise ConfigError(f"'pieces' is {list(self.pieces)}; give the fewest and the most, at least {QUARTERS}: one for each quarter")
-        if self.tasks < 1 or self.window < 1 or self.seed < 0:
+        if self.tasks < 1 or self.seed < 0 or (self.window is not None and self.window < 1):
             raise ConfigError(f"'tasks' is {self.tasks}, 'window' {self.window}, 'seed' {self.seed}; use positive numbers")
 
 
@@ -95,7 +96,12 @@ class LongContext:
         if not len(documents):
             raise DataError("there are no documents to fill long samples with")
         self.documents, self.tokenizer, self.config = documents, tokenizer, config
-        self.index = 0
+        self.index, self.window = 0, config.window or DEFAULT_WINDOW
+
+    def set_context(self, context: int) -> None:
+        """Fill rows of so many tokens from the next sample on, unless the window was given."""
+        if self.config.window is None:
+            self.window = context + 1  # the last token of a row is only predicted
 
     def next_item(self) -> Item:
         """The next sample as an item that is kept whole."""
@@ -104,24 +110,24 @@ class LongContext:
 
     def state(self) -> State:
         """The number of the next sample, and what the numbers mean."""
-        return {"index": self.index, "seed": self.config.seed, "window": self.config.window, "tokenizer": self.tokenizer.fingerprint}
+        return {"index": self.index, "window": self.window, "seed": self.config.seed, "tokenizer": self.tokenizer.fingerprint}
 
     def restore(self, state: State) -> None:
         """Go to where `state` was taken; raises `CheckpointError` when it belongs to other samples."""
         mine = self.state()
-        for name in ("seed", "window", "tokenizer"):
+        for name in ("seed", "tokenizer"):
             if state.get(name) != mine[name]:
                 raise CheckpointError(f"the position belongs to other long samples: {name} {state.get(name)!r}, here {mine[name]!r}")
-        self.index = state["index"]
+        self.index, self.window = state["index"], state["window"]
 
     def sample(self, index: int) -> LongSample:
-        """Sample number `index`."""
+        """Sample number `index` at the present window."""
         random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 0, index]))
         config = self.config
         kinds = [config.kinds[random.integers(len(config.kinds))] for _ in range(config.tasks)]
         tasks = [draw(kind, int(random.integers(config.pieces[0], config.pieces[1] + 1)), random) for kind in kinds]
         evidence, tail, answers = self._encoded(tasks)
-        body = config.window - len(tail)
+        body = self.window - len(tail)
         places = self._places([[len(piece) for piece in pieces] for pieces in evidence], body, random)
         tokens = np.concatenate([self._filler(body, random), tail])
         for pieces, starts in zip(evidence, places, strict=True):
@@ -158,10 +164,10 @@ class LongContext:
 
     def _places(self, lengths: list[list[int]], body: int, random: np.random.Generator) -> list[list[int]]:
         """Starts of all pieces: apart from each other, before `body`, and of each task at least one in every quarter of the window."""
-        quarter = self.config.window / QUARTERS
+        quarter = self.window / QUARTERS
         flat = [(task, piece, length) for task, each in enumerate(lengths) for piece, length in enumerate(each)]
         if body - 3 * quarter < max(length for _, _, length in flat):
-            raise ConfigError(f"'window' is {self.config.window}: questions and answers leave no room in its last quarter; make it larger")
+            raise ConfigError(f"the window is {self.window} tokens: questions and answers leave no room in its last quarter; widen it")
         for _ in range(TRIES):
             targets = []
             for each in lengths:
@@ -177,7 +183,7 @@ class LongContext:
             found = _by_task(starts, lengths)
             if cursor <= body and all({int(start // quarter) for start in each} == set(range(QUARTERS)) for each in found):
                 return found
-        raise ConfigError(f"'window' is {self.config.window}: {len(flat)} pieces of evidence do not fit apart; make it larger, or 'tasks' "
+        raise ConfigError(f"the window is {self.window} tokens: {len(flat)} pieces of evidence do not fit apart; widen it, or make 'tasks' "
                           "fewer")
 
     def _filler(self, length: int, random: np.random.Generator) -> np.ndarray:
@@ -199,7 +205,7 @@ class LongContext:
     def _mask(self, placed: Sequence[Placed]) -> np.ndarray | None:
         if self.config.learn == "all":
             return None
-        mask = np.zeros(self.config.window, np.bool_)
+        mask = np.zeros(self.window, np.bool_)
         for task in placed:
             mask[task.answer[0] : task.answer[0] + task.answer[1]] = True
         return mask

@@ -49,6 +49,14 @@ class ItemSource(Protocol):
         """Go to where `state` was taken; raises CheckpointError when it belongs to other data."""
 
 
+@runtime_checkable
+class FitsContext(Protocol):
+    """A source whose items are made to fill a row."""
+
+    def set_context(self, context: int) -> None:
+        """Rows have this many tokens from here on."""
+
+
 class ShuffledDocuments:
     """The documents of `shards` in a new random order each epoch; the order depends on nothing but seed and epoch.
 
@@ -153,8 +161,8 @@ class Mixture:
         self._served[index] += item.tokens.size
         return item
 
-    def configure(self, weights: Sequence[float] | None = None, long_exponent: float | None = None) -> None:
-        """Change weights or the exponent of shuffled documents from here on; the position in each source stays."""
+    def configure(self, weights: Sequence[float] | None = None, long_exponent: float | None = None, context: int | None = None) -> None:
+        """Change weights, the exponent of shuffled documents or the context from here on; the position in each source stays."""
         if weights is not None and list(weights) != self._weights:
             self._weights = _checked_weights(list(weights), len(self._sources))
             self._served = [0] * len(self._sources)  # the new shares hold from now on, they do not repair the past
@@ -162,6 +170,10 @@ class Mixture:
             for source in self._sources:
                 if isinstance(source, ShuffledDocuments):
                     source.set_long_exponent(long_exponent)
+        if context is not None:
+            for source in self._sources:
+                if isinstance(source, FitsContext):
+                    source.set_context(context)
 
     def state(self) -> State:
         """Weights, tokens served by each source, and the state of each."""

@@ -175,7 +175,7 @@ class PackedBatches:
             raise ConfigError(f"context = {context}: a row needs at least 2 tokens")
         self.batch_size, self.context = batch_size, context
         self._lanes += [_Lane(self._pull) for _ in range(batch_size - len(self._lanes))]
-        self._mixture.configure(weights=weights, long_exponent=long_exponent)
+        self._mixture.configure(weights=weights, long_exponent=long_exponent, context=context)
 
     def next(self) -> Batch:
         """The rows of this rank in the next global batch."""

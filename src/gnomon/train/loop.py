@@ -26,8 +26,8 @@ from gnomon.model.balance import max_violation
 from gnomon.model.transformer import Transformer
 from gnomon.parallel.mesh import Mesh, join
 from gnomon.train import balance, checkpoint, report
-from gnomon.train.evaluate import HeldOut, held_out
-from gnomon.train.material import Material, prepare, stream
+from gnomon.train.evaluate import HeldOut, frozen, held_out, share_answered
+from gnomon.train.material import Material, long_questions, prepare, stream
 from gnomon.train.metrics import Metrics, read
 from gnomon.train.muon import Muon
 from gnomon.train.objective import Objective
@@ -253,7 +253,11 @@ def _final_evaluation(parts: Parts, display: Display) -> list[HeldOut]:
     results = []
     for context in parts.recipe.evaluation_contexts():
         display.say(f"held-out text at context {context}")
-        results.append(held_out(parts.model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens))
+        found = held_out(parts.model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
+        with frozen(parts.model):
+            samples = max(1, parts.recipe.evaluate.tokens // context)
+            answers = share_answered(parts.model, long_questions(parts.material), context, samples)
+        results.append(replace(found, answers=answers))
     return results
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gnomon.data.corpus import Corpus, hold_out, open_corpus
+from gnomon.data.long_context import LongContext
 from gnomon.data.machine_text import DEFAULT_BYTES, default_corpus
-from gnomon.data.mixture import Mixture
+from gnomon.data.mixture import ItemSource, Mixture
 from gnomon.data.packing import PackedBatches
 from gnomon.data.shards import Shards, write_shards
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
@@ -20,6 +21,8 @@ from gnomon.parallel.mesh import Mesh
 from gnomon.train.recipe import SourceConfig, TrainRecipe
 
 TOKENIZER_CHARACTERS = 32_000_000  # text that a tokenizer is trained on; more changes little
+
+HELD_OUT_SEED = 1 << 32  # added to the seed of long samples that are only evaluated on
 
 Say = Callable[[str], None]
 """Tells the user one line."""
@@ -71,10 +74,18 @@ def _either(given: int | None, default: int) -> int:
 def stream(material: Material, mesh: Mesh) -> PackedBatches:
     """The batches of this rank, shaped for the first stage."""
     recipe, stage = material.recipe, material.recipe.stages[0]
-    pairs = [(shards, source.weight) for shards, source in zip(material.train, recipe.data.sources, strict=True)]
+    pairs: list[tuple[ItemSource | Shards, float]] = [
+        (shards if source.long is None else LongContext(shards, material.tokenizer, source.long), source.weight)
+        for shards, source in zip(material.train, recipe.data.sources, strict=True)]
     mixture = Mixture(pairs, recipe.seed)
     rows = recipe.batch_tokens // stage.context
     return PackedBatches(mixture, rows, stage.context, mesh.rank, mesh.world, pad_id=material.tokenizer.pad_id)
+
+
+def long_questions(material: Material) -> list[LongContext]:
+    """Held-out long samples of each source that strews evidence: other text and other tasks than those trained on."""
+    return [LongContext(shards, material.tokenizer, replace(source.long, seed=source.long.seed + HELD_OUT_SEED, window=None))
+            for shards, source in zip(material.held_out, material.recipe.data.sources, strict=False) if source.long is not None]
 
 
 def _corpus(source: SourceConfig) -> Corpus:

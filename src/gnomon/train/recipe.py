@@ -10,6 +10,7 @@ from typing import Literal
 
 from gnomon import config as toml
 from gnomon.config import setting
+from gnomon.data.long_context import LongConfig
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, ModelConfig
 from gnomon.train.schedule import Schedule
@@ -24,6 +25,7 @@ class SourceConfig:
     weight: float = setting(1.0, "share of the tokens, relative to the other sources")
     text_field: str = setting("text", "field that holds the text in jsonl and parquet files")
     max_bytes: int | None = setting(None, "only with empty paths: bytes of text to take from this machine; none: all the default takes")
+    long: LongConfig | None = setting(None, "strew evidence of small tasks over windows of this text (report §3.4); none: plain documents")
 
     def __post_init__(self) -> None:
         if self.weight < 0:

@@ -91,6 +91,9 @@ def depth_read_weights(model: Transformer, material: Material) -> list[tuple[str
 
 
 def _table(results: Sequence[HeldOut]) -> str:
-    rows = ((f"{r.context:,}", f"{r.loss:.4f}", f"{r.bits_per_byte:.4f}", f"{r.tokens:,}") for r in results)
+    asked = any(r.answers is not None for r in results)
+    head = ("context", "nats per token", "bits per byte", "tokens", *(("scattered evidence: answered",) if asked else ()))
+    rows = ((f"{r.context:,}", f"{r.loss:.4f}", f"{r.bits_per_byte:.4f}", f"{r.tokens:,}",
+             *(("" if r.answers is None else f"{r.answers:.0%}",) if asked else ())) for r in results)
     cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr><th>context</th><th>nats per token</th><th>bits per byte</th><th>tokens</th></tr>{cells}</table>"
+    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{cells}</table>"
