@@ -7,8 +7,6 @@ machines: what that leaves open is in `Capabilities.unenforced`, and here.
 import asyncio
 import json
 import os
-import pwd
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,14 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import sandbox_probes
+from sandbox_users import as_user, user_without_privileges
 
 from gnomon.errors import SandboxError, SandboxLost, Unsupported
 from gnomon.sandbox.backends.namespaces import Backend
 from gnomon.sandbox.ns.machine import Machine
 from gnomon.sandbox.sandbox import Command, Limits, Spec
 
-HERE = Path(__file__).resolve()
-USER = "gnomonabuse"
 SPEC = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=16 << 20, processes=32))
 
 BOTH = {
@@ -75,50 +73,6 @@ BOTH = {
 VARIES = {"ENETUNREACH": ("ENETUNREACH", "EADDRNOTAVAIL"), "EACCES": ("EACCES", "EPERM")}
 
 
-@pytest.fixture(scope="module")
-def ordinary_user() -> Iterator[str]:
-    """The name of a user without privileges: this one, or one that is made for the occasion."""
-    if os.geteuid() != 0:
-        yield pwd.getpwuid(os.geteuid()).pw_name
-        return
-    if not (shutil.which("useradd") and shutil.which("userdel") and shutil.which("setpriv")):
-        pytest.skip("useradd, userdel and setpriv are needed to become an ordinary user")
-    subprocess.run(["useradd", "--system", "--shell", "/bin/sh", USER], check=False, capture_output=True)
-    try:
-        pwd.getpwnam(USER)
-    except KeyError:
-        pytest.skip("no user can be added here")
-    try:
-        yield USER
-    finally:
-        subprocess.run(["userdel", USER], check=False, capture_output=True)
-
-
-def readable_python() -> str:
-    """A Python of the right age that every user may run."""
-    for candidate in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
-        path = Path(candidate).resolve()
-        if path.exists() and all(parent.stat().st_mode & 0o001 for parent in path.parents):
-            asked = [path, "-c", "import sys; print(sys.version_info >= (3, 11))"]
-            if subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() == "True":
-                return str(path)
-    pytest.skip("no Python from 3.11 on that an ordinary user may run")
-
-
-def as_user(user: str, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program of this folder as a user, with a copy of the package that the user may read."""
-    package = Path(sys.modules["gnomon"].__file__ or "").parent
-    shutil.copytree(package, folder / "gnomon", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.toml"), dirs_exist_ok=True)
-    for program in HERE.parent.glob("sandbox_*.py"):
-        shutil.copy(program, folder)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755)
-    become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.geteuid() == 0 else []
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([*become, readable_python(), *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=180,
-                          check=False)  # fmt: skip
-
-
 def verdicts_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     """What the probes said; a skip where namespaces do not work at all."""
     if done.returncode and "Unsupported" in done.stderr:
@@ -128,15 +82,15 @@ def verdicts_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def runs(ordinary_user: str) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
     """All probes, as root and as an ordinary user, at the same time."""
     started = {}
     # pytest's own folders are closed to other users
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as workers:
+    with user_without_privileges() as user, tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as workers:
         if os.geteuid() == 0:
-            argv = [sys.executable, str(HERE.parent / "sandbox_probes.py")]
+            argv = [sys.executable, sandbox_probes.__file__]
             started["root"] = workers.submit(subprocess.run, argv, capture_output=True, text=True, timeout=180, check=False)
-        started["ordinary user"] = workers.submit(as_user, ordinary_user, Path(folder), "sandbox_probes.py")
+        started["ordinary user"] = workers.submit(as_user, user, Path(folder), "sandbox_probes.py")
         yield started
 
 
