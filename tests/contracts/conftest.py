@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from serving_fixtures import chat, scripted, server_url, service, vocabulary
+from serving_fixtures import chat, scripted, server_url, service, the_engine, the_url, vocabulary
 
-__all__ = ["chat", "poisoned", "scripted", "server_url", "service", "vocabulary"]
+__all__ = ["chat", "poisoned", "scripted", "server_url", "service", "the_engine", "the_url", "vocabulary"]
 
 
 @pytest.fixture

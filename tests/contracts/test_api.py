@@ -345,10 +345,11 @@ def test_request_ids_and_headers(server_url: str) -> None:
     assert made.headers["x-request-id"] not in ("no good", "")
 
 
-def test_health_and_metrics(server_url: str, scripted: ScriptedEngine) -> None:
-    assert httpx.get(server_url + "/health").json()["status"] == "ok"
-    post(server_url, {"model": "tiny", "messages": HELLO})
-    page = httpx.get(server_url + "/metrics").text
+def test_health_and_metrics(service: Make, scripted: ScriptedEngine) -> None:
+    with Background(service()) as url:
+        assert httpx.get(url + "/health").json()["status"] == "ok"
+        post(url, {"model": "tiny", "messages": HELLO})
+        page = httpx.get(url + "/metrics").text
     assert 'gnomon_requests_total{path="/v1/chat/completions",status="200"} 1.0' in page
     assert f"gnomon_prompt_tokens_total {float(len(scripted.requests[0].prompt))}" in page and "gnomon_engine_steps 1.0" in page
     assert 'gnomon_running_requests{lane="interactive"} 0.0' in page and "gnomon_between_tokens_seconds_bucket" in page

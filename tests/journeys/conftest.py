@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving_fixtures import chat, scripted, server_url, service, the_engine, the_url, vocabulary
 
 from gnomon import config as toml
 from gnomon.train.recipe import TrainRecipe
+
+__all__ = ["chat", "scripted", "server_url", "service", "the_engine", "the_url", "vocabulary"]
 
 MODEL = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "layer_pattern": ["kda", "mla"], "intermediate_size": 96,

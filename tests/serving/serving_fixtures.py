@@ -6,6 +6,7 @@ A conftest takes the fixtures it needs by name. Nothing heavy is imported before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +40,23 @@ def chat(vocabulary: Tokenizer) -> ChatFormat:
     return chat_format(vocabulary)
 
 
-@pytest.fixture
-def scripted(chat: ChatFormat) -> ScriptedEngine:
-    """An engine that thinks "hm" and says "Hello world"."""
+@pytest.fixture(scope="session")
+def the_engine(chat: ChatFormat) -> ScriptedEngine:
+    """The one engine behind all servers of a session; tests take it as `scripted`."""
     from scripted_engine import ScriptedEngine, spoken
 
     return ScriptedEngine(script=lambda request: spoken(chat, "Hello world", reasoning="hm"))
+
+
+@pytest.fixture
+def scripted(the_engine: ScriptedEngine, chat: ChatFormat) -> ScriptedEngine:
+    """An engine that thinks "hm" and says "Hello world", whatever the test before made of it."""
+    from scripted_engine import ScriptedEngine, spoken
+
+    new = ScriptedEngine(script=lambda request: spoken(chat, "Hello world", reasoning="hm"))
+    for entry in fields(new):
+        setattr(the_engine, entry.name, getattr(new, entry.name))
+    return the_engine
 
 
 @pytest.fixture
@@ -61,10 +73,18 @@ def service(scripted: ScriptedEngine, chat: ChatFormat, vocabulary: Tokenizer) -
     return make
 
 
-@pytest.fixture
-def server_url(service: Callable[..., Service]) -> Iterator[str]:
-    """A server with the settings' defaults."""
+@pytest.fixture(scope="session")
+def the_url(the_engine: ScriptedEngine, chat: ChatFormat, vocabulary: Tokenizer) -> Iterator[str]:
+    """The one server with the settings' defaults; tests take it as `server_url`."""
     from gnomon.serve.server import Background
+    from gnomon.serve.service import Service
+    from gnomon.serve.settings import ServeSettings
 
-    with Background(service()) as address:
+    with Background(Service(the_engine, chat, vocabulary, ServeSettings(log="none"), "tiny")) as address:
         yield address
+
+
+@pytest.fixture
+def server_url(the_url: str, scripted: ScriptedEngine) -> str:
+    """A server with the settings' defaults over `scripted`. Its counts go on from test to test."""
+    return the_url
