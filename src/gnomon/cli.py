@@ -5,6 +5,7 @@ end with 2, an interruption with 130. Read next: `gnomon.tour`, then the module 
 """
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import NoReturn
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
 from gnomon.plan import command as plan
+from gnomon.serve import command as serve
+from gnomon.train import command as train
 
 # OpenMP's own 300000 spins make a step fifty times as long while another program wants a core; large tensors of a training step come
 # and go, and in huge pages that costs less (docs/log.md).
@@ -29,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: seven verbs."""
+    """The command line: a parser for each verb."""
     top = _Parser(prog="gnomon", description="Text in, a trained model of the Kimi K3 family out.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=_version())
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
@@ -39,21 +42,11 @@ def parser() -> argparse.ArgumentParser:
     tour.add_argument("--data", type=Path, action="append", metavar="PATH", help="file, folder or glob (default: this machine's text)")
     tour.add_argument("--out", type=Path, default=Path("tour"), help="folder for the run and its report (default: tour)")
 
-    train = verbs.add_parser("train", help="pre-train from a recipe; the same command again resumes")
-    train.add_argument("recipe", type=Path, help="a recipe, or the recipe.toml of a run folder")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change, e.g. optimizer.learning_rate=1e-3")
-
-    sample = verbs.add_parser("sample", help="let a trained model continue a text")
-    sample.add_argument("run", type=Path, help="run folder, or a checkpoint in a released layout")
-    sample.add_argument("--prompt", default="The", help="text to continue (default: The)")
-    sample.add_argument("--tokens", type=int, default=200, help="tokens to add at most (default: 200)")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    sample.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-
-    export = verbs.add_parser("export", help="write a run as a checkpoint in the released Hugging Face layout")
-    export.add_argument("run", type=Path, help="run folder")
-    export.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    export.add_argument("--plain", action="store_true", help="keep every weight as trained instead of rounding to bf16 and MXFP4")
+    train.declare_train(verbs.add_parser("train", help="pre-train from a recipe; the same command again resumes"))
+    train.declare_sample(verbs.add_parser("sample", help="let a trained model continue a text"))
+    train.declare_export(verbs.add_parser("export", help="write a run as a checkpoint in the released Hugging Face layout"))
+    serve.declare_serve(verbs.add_parser("serve", help="OpenAI- and Anthropic-compatible API and a chat page for a model"))
+    serve.declare_chat(verbs.add_parser("chat", help="talk to a model in the terminal"))
 
     show = verbs.add_parser("show", help="a recipe resolved, with a line about each field; or what a model costs")
     show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
@@ -114,48 +107,6 @@ def _tour(parsed: argparse.Namespace) -> None:
     tour.run(data=parsed.data, out=parsed.out, overrides=parsed.overrides)
 
 
-def _train(parsed: argparse.Namespace) -> None:
-    from gnomon.train.loop import train
-    from gnomon.train.recipe import load
-
-    train(load(parsed.recipe, tuple(parsed.overrides)))
-
-
-def _sample(parsed: argparse.Namespace) -> None:
-    from gnomon.data.tokenizer import Tokenizer
-    from gnomon.model.generate import Sampling, generate
-    from gnomon.model.inference import load_runner, runner
-    from gnomon.train.checkpoint import load_run
-
-    sampling = Sampling(temperature=parsed.temperature, max_tokens=parsed.tokens, seed=parsed.seed)
-    if (parsed.run / "config.json").is_file():
-        model, tokenizer = load_runner(parsed.run), Tokenizer.load(parsed.run)
-    else:
-        trained, tokenizer, _ = load_run(parsed.run)
-        model = runner(trained)
-    ids, shown = [], ""
-    print(parsed.prompt, end="")
-    for token in generate(model, tokenizer.encode(parsed.prompt), sampling, frozenset(tokenizer.stop_ids)):
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # a character may need more tokens than have come
-            print(text[len(shown):], end="", flush=True)
-            shown = text
-    print(tokenizer.decode(ids)[len(shown):])
-
-
-def _export(parsed: argparse.Namespace) -> None:
-    import torch
-
-    from gnomon.model.weights import save_pretrained
-    from gnomon.train.checkpoint import load_run
-
-    model, tokenizer, _ = load_run(parsed.run)
-    save_pretrained(model, parsed.out, quantize=not parsed.plain, dtype=None if parsed.plain else torch.bfloat16, tokenizer=tokenizer)
-    rounded = not parsed.plain and model.config.family == "kimi_k3" and model.config.moe is not None
-    print(f"wrote {parsed.out}" + (": routed experts rounded to MXFP4 (--plain keeps them as trained)" if rounded else ""))
-
-
 def _show(parsed: argparse.Namespace) -> None:
     from gnomon.config import to_toml
     from gnomon.model.config import PRESETS, preset
@@ -164,8 +115,7 @@ def _show(parsed: argparse.Namespace) -> None:
     if path.is_dir():
         path = path / "recipe.toml"
     if path.suffix == ".toml":
-        from gnomon.train.recipe import load
-
+        load = importlib.import_module("gnomon.serve.settings" if path.stem.startswith("serve") else "gnomon.train.recipe").load
         print(to_toml(load(path, tuple(parsed.overrides)), docs=True), end="")
         return
     if path.suffix == ".json":
@@ -193,7 +143,8 @@ def _kernels(parsed: argparse.Namespace) -> None:
     Console().print(table())
 
 
-VERBS = {"tour": _tour, "train": _train, "sample": _sample, "export": _export, "show": _show, "plan": plan.run, "kernels": _kernels}
+VERBS = {"tour": _tour, "train": train.train, "sample": train.sample, "export": train.export, "serve": serve.serve, "chat": serve.chat,
+         "show": _show, "plan": plan.run, "kernels": _kernels}
 
 if __name__ == "__main__":
     sys.exit(main())

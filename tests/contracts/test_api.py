@@ -273,7 +273,7 @@ def test_context_overflow_names_limit_and_length(server_url: str, scripted: Scri
 
 
 def test_limits(service: Make, scripted: ScriptedEngine) -> None:
-    with Background(service(limits={"body_bytes": 300, "body_seconds": 0.2, "context": 50})) as url:
+    with Background(service(limits={"body_bytes": 300, "body_seconds": 0.2})) as url:
         large = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 400}]}
         assert post(url, large).status_code == 413
 
@@ -289,8 +289,6 @@ def test_limits(service: Make, scripted: ScriptedEngine) -> None:
         headers = {"content-type": "application/json"}
         assert httpx.post(url + "/v1/chat/completions", content=slowly(), headers=headers).status_code == 408
         assert httpx.post(url + "/v1/chat/completions", content=endless(), headers=headers).status_code == 413
-        small = post(url, {"model": "tiny", "messages": [{"role": "user", "content": "hello " * 30}]})
-        assert small.status_code == 400 and "the context is 50 tokens long" in small.text
 
 
 def test_an_engine_that_refuses_or_fails(server_url: str, scripted: ScriptedEngine) -> None:

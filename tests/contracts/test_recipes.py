@@ -1,5 +1,7 @@
 """Every recipe in the repository fits: it resolves, its model exists, and what `gnomon show` prints of it is the same recipe."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,12 @@ import torch
 
 from gnomon.config import to_toml
 from gnomon.model.transformer import Transformer
+from gnomon.serve.settings import ServeSettings
+from gnomon.serve.settings import load as read_settings
 from gnomon.train.recipe import load
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
+FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem != "serve")
 
 
 def test_there_are_recipes() -> None:
@@ -35,3 +40,19 @@ def test_recipe_has_a_model_that_can_be_built(path: Path) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_says_what_it_is_for(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# "), "begin with a comment: what this run is for, and on what machine"
+
+
+def test_the_server_recipe_has_every_setting_with_its_line() -> None:
+    assert read_settings(FOLDER / "serve.toml") == ServeSettings()
+    text = (FOLDER / "serve.toml").read_text(encoding="utf-8")
+
+    def check(part: object) -> None:
+        for field in dataclasses.fields(part):  # type: ignore[arg-type]
+            value = getattr(part, field.name)
+            if dataclasses.is_dataclass(value):
+                assert f"# {field.metadata['doc']}\n[" in text
+                check(value)
+            else:
+                assert re.search(rf"^{field.name} = .*  # {re.escape(field.metadata['doc'])}$", text, re.MULTILINE), field.name
+
+    check(ServeSettings())

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gnomon.data.dialects import openai_chat, openai_completions
+from gnomon.data.dialects import anthropic, openai_chat, openai_completions, openai_responses
 from gnomon.data.dialects.asked import Choice, Cost, Dialect, Sent, Stream, TokenLogprob
 from gnomon.errors import GnomonError
 from gnomon.serve.answering import Answer, Began, Ended, Said, Update
@@ -27,6 +27,8 @@ from gnomon.serve.service import Service
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({
     "/v1/chat/completions": openai_chat,
     "/v1/completions": openai_completions,
+    "/v1/responses": openai_responses,
+    "/v1/messages": anthropic,
 })
 QUIET_SECONDS = 15.0  # a stream that says nothing for so long sends a comment, so that proxies keep it open
 CACHED, NOTE = "x-gnomon-cached-tokens", "x-gnomon-cache-note"
@@ -35,7 +37,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 
 def dialect_of(path: str) -> Dialect:
     """The dialect that a path speaks; errors elsewhere have OpenAI's shape."""
-    return DIALECTS.get(path, openai_chat)
+    return anthropic if path.startswith("/v1/messages/") else DIALECTS.get(path, openai_chat)
 
 
 def endpoint(service: Service, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gnomon import __version__
-from gnomon.data.dialects import openai_chat
+from gnomon.data.dialects import anthropic, openai_chat
 from gnomon.data.dialects.asked import Refused
 from gnomon.data.dialects.fields import Fields
 from gnomon.data.dialects.openai_completions import prompts
@@ -31,6 +31,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     more = _More(service)
     app.add_api_route("/v1/models", more.models, methods=["GET"], **openapi.plain("models"))
     app.add_api_route("/v1/models/{model}", more.model, methods=["GET"], **openapi.plain("model"))
+    app.add_api_route("/v1/messages/count_tokens", more.count, methods=["POST"], **openapi.plain("count_tokens"))
     app.add_api_route("/tokenize", more.tokenize, methods=["POST"], **openapi.plain("tokenize"))
     app.add_api_route("/detokenize", more.detokenize, methods=["POST"], **openapi.plain("detokenize"))
     app.add_api_route("/health", more.health, methods=["GET"], **openapi.plain("health"))
@@ -89,6 +90,13 @@ class _More:
         if wanted:
             found["token_strs"] = [token_bytes(self._service.tokenizer, token).decode("utf-8", "replace") for token in tokens]
         return JSONResponse(found)
+
+    async def count(self, request: Request) -> Response:
+        """The tokens of Anthropic's messages, as they would be sent to the model."""
+        asked = anthropic.read_count(await read_json(request, self._service.settings.limits))
+        self._service.check_model(asked.model)
+        [prompt] = await self._service.prompts(asked)
+        return JSONResponse(anthropic.counted(len(prompt.tokens)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""

@@ -80,10 +80,32 @@ COMPLETION = table({
     **SAMPLING, "prompt": {"oneOf": [TEXT, IDS, listed(TEXT, 1, MOST_PROMPTS), listed(IDS, 1, MOST_PROMPTS)]},
     "max_tokens": integer(0, 2**31 - 1), "logprobs": integer(0, MOST_LOGPROBS), "echo": FLAG, "best_of": integer(1, MOST_CHOICES),
 }, ("model", "prompt"), closed=True)
+# Of these two, what clients send most; the readers take everything that docs/serving.md lists.
+RESPONSE = table({
+    **{name: SAMPLING[name] for name in ("model", "temperature", "top_p", "stream", "seed", "cache", "priority", "user")},
+    "input": {"oneOf": [
+        TEXT, listed(table({"type": words("message"), "role": words("user", "system", "developer", "assistant"), "content": TEXT},
+                           ("role", "content")), 1)]},
+    "instructions": TEXT, "max_output_tokens": integer(1, 2**31 - 1), "reasoning": table({"effort": words(*EFFORTS)}), "store": FLAG,
+    "parallel_tool_calls": FLAG, "tools": listed(table({"type": words("function"), "name": TOOL_NAME, "parameters": {"type": "object"}},
+                                                       ("type", "name"))),
+}, ("model", "input"))
+BLOCK = table({"type": words("text"), "text": TEXT}, ("type", "text"))
+COUNTED: dict[str, Schema] = {
+    "model": TEXT, "system": {"oneOf": [TEXT, listed(BLOCK)]}, "messages": listed(table(
+        {"role": words("user", "assistant"), "content": {"oneOf": [TEXT, listed(BLOCK, 1)]}}, ("role", "content")), 1),
+    "tools": listed(table({"name": TOOL_NAME, "description": TEXT, "input_schema": {"type": "object"}}, ("name", "input_schema"))),
+    "thinking": table({"type": words("enabled", "disabled", "adaptive"), "budget_tokens": integer(1, 2**31 - 1)}, ("type",)),
+}
+MESSAGES = table({
+    **COUNTED, **{name: SAMPLING[name] for name in ("temperature", "top_p", "stream", "cache", "priority")}, "top_k": integer(0, 2**31 - 1),
+    "max_tokens": integer(1, 2**31 - 1), "stop_sequences": listed({"type": "string", "minLength": 1}, 0, MOST_STOPS),
+}, ("model", "messages", "max_tokens"))
 ERROR = table({"error": table({"message": TEXT, "type": TEXT}, ("message", "type"))}, ("error",))
 TOKENS = listed(integer(0, 2**31 - 1))
 BODIES: dict[str, Schema] = {
-    "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/responses": RESPONSE, "/v1/messages": MESSAGES,
+    "count_tokens": table(COUNTED, ("model", "messages")),
     "tokenize": {"anyOf": [table({"model": TEXT, "prompt": TEXT, "return_token_strs": FLAG}, ("prompt",), closed=True),
                            table({**CHAT["properties"], "return_token_strs": FLAG}, ("messages",), closed=True)]},
     "detokenize": table({"model": TEXT, "tokens": TOKENS}, ("tokens",), closed=True),
@@ -93,10 +115,12 @@ ANSWERS: dict[str, Schema] = {
     "models": table({"object": words("list"), "data": listed(MODEL, 1)}, ("object", "data")), "model": MODEL,
     "tokenize": table({"count": integer(0, 2**31 - 1), "max_model_len": integer(1, 2**31 - 1), "tokens": TOKENS,
                        "token_strs": listed(TEXT)}, ("count", "max_model_len", "tokens")),
+    "count_tokens": table({"input_tokens": integer(0, 2**31 - 1)}, ("input_tokens",)),
     "detokenize": table({"prompt": TEXT}, ("prompt",)), "health": table({"status": TEXT, "model": TEXT, "version": TEXT}, ("status",)),
 }
 SUMMARIES = {
     "/v1/chat/completions": "OpenAI's chat completions", "/v1/completions": "OpenAI's plain completions",
+    "/v1/responses": "OpenAI's responses", "/v1/messages": "Anthropic's messages", "count_tokens": "The tokens of Anthropic's messages",
     "models": "The models of this server", "model": "One model", "tokenize": "The tokens of a text or of messages",
     "detokenize": "The text of tokens", "health": "Whether requests are answered", "metrics": "Numbers for Prometheus",
 }

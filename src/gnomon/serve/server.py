@@ -58,12 +58,18 @@ def address(bound: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn with our end: on a signal nobody new is let in, who runs may finish, and the process goes on to clean up."""
 
-    def __init__(self, app: FastAPI, service: Service) -> None:
+    def __init__(self, app: FastAPI, service: Service, ready: Callable[[], None] = lambda: None) -> None:
         self._service = service
+        self._ready = ready
         super().__init__(uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, lifespan="off", timeout_keep_alive=30, ws="none",
             timeout_graceful_shutdown=max(1, round(service.settings.drain_seconds)),
         ))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say that it is ready: signals are taken from here on."""
+        await super().startup(sockets=sockets)
+        self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal to end: drain; a second one: end now."""
@@ -95,8 +101,7 @@ def serve(service: Service, keys: dict[str, str], bound: socket.socket, ready: C
     """Answer on a socket until a signal comes and those inside are done; `ready` is called before the first request."""
     log = RequestLog(service.settings.log)
     try:
-        server = Server(create_app(service, Access(service.settings.access, keys), log), service)
-        ready()
+        server = Server(create_app(service, Access(service.settings.access, keys), log), service, ready)
         server.run(sockets=[bound])
     finally:
         bound.close()

@@ -59,8 +59,7 @@ class Service:
     @property
     def context(self) -> int:
         """The longest prompt and output together."""
-        limit = self.settings.limits.context
-        return self.engine.max_tokens if limit is None else min(limit, self.engine.max_tokens)
+        return self.engine.max_tokens
 
     def close(self) -> None:
         """Let go of what the service holds; the engine is its maker's."""

@@ -1,17 +1,22 @@
-"""All that can be set about a server: `recipes/serve.toml`, every field overridable as `a.b=c`. No torch.
+"""All that can be set about a server: `recipes/serve.toml`, every field overridable as `a.b=c`.
 
 What the engine and the cache can be told stands in their own files; here it is a table of each. Read next: `command.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gnomon import config
 from gnomon.config import setting
 from gnomon.data.messages import Effort
 from gnomon.errors import ConfigError
+from gnomon.model.inference_weights import Weights
+from gnomon.serve.cache_settings import CacheSettings
+from gnomon.serve.engine import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +49,6 @@ class LimitSettings:
     """What one request may take."""
 
     body_bytes: int = setting(16 * 2**20, "size of a request's body; larger ones get 413")
-    context: int | None = setting(None, "longest prompt and output together, in tokens; none: what the engine can hold")
     max_tokens: int = setting(4096, "tokens of output where the client names no limit")
     request_seconds: float = setting(600.0, "time after which an answer is cut (finish reason `length`, stop reason `deadline`)")
     body_seconds: float = setting(30.0, "time a client may take to send its body; slower ones get 408")
@@ -53,8 +57,6 @@ class LimitSettings:
         for name in ("body_bytes", "max_tokens", "request_seconds", "body_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"'{name}' is {getattr(self, name)}; use a positive number")
-        if self.context is not None and self.context < 2:
-            raise ConfigError(f"'context' is {self.context}; a prompt and its answer are at least 2 tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,9 @@ class ServeSettings:
     host: str = setting("127.0.0.1", "address to listen on; other than loopback needs API keys")
     port: int = setting(8000, "port to listen on; 0 takes a free one")
     name: str | None = setting(None, "name of the model for clients; none: the folder's")
-    weights: Literal["stored", "float32", "bfloat16"] = setting("stored", "precision of the weights in memory; stored: as in the files")
+    weights: Weights = setting("stored", "weights in memory: stored (as in the files), fp32, bf16, mxfp4 (experts encoded, the rest bf16)")
     chat_format: str | None = setting(None, "xtml, kimi_linear or pkg.module:Format; none: the one whose markers the tokenizer names")
+    reuse: bool = setting(True, "keep prefixes, so that a conversation that goes on, forks or is tried again computes only what is new")
     page: bool = setting(True, "answer / with the chat page")
     log: Literal["json", "text", "none"] = setting("json", "a line on stderr for each request")
     drain_seconds: float = setting(30.0, "how long running answers may go on after a request to stop")
@@ -95,9 +98,18 @@ class ServeSettings:
     defaults: DefaultSettings = setting(factory=DefaultSettings, doc="what holds where a client does not say")
     admission: AdmissionSettings = setting(factory=AdmissionSettings, doc="who may enter, and who waits")
     access: AccessSettings = setting(factory=AccessSettings, doc="who may ask")
+    engine: EngineSettings = setting(factory=EngineSettings, doc="how the engine runs")
+    cache: CacheSettings = setting(factory=CacheSettings, doc="memory, and how prefixes are kept in it")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"'port' is {self.port}; use 1 to 65535, or 0 for a free one")
         if self.drain_seconds < 0:
             raise ConfigError(f"'drain_seconds' is {self.drain_seconds}; use 0 or a positive number")
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> ServeSettings:
+    """The settings of a recipe, or the defaults, with overrides applied. Raises `ConfigError` naming the key."""
+    if path is None:
+        return config.from_dict(ServeSettings, config.apply_overrides({}, overrides), "serve")
+    return config.load(ServeSettings, path, overrides)
