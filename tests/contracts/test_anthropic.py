@@ -204,6 +204,12 @@ def test_the_official_client_streams_the_message() -> None:
     assert message.content[1].text + message.content[3].text == "I look!" and message.usage.output_tokens == 9
 
 
+def test_text_inside_a_call_that_was_cut_comes_after_it() -> None:
+    sent = events(DELTAS[:-2], REPLY, Ending(reason="length"))
+    blocks = [data["content_block"]["type"] for _, data in sent if isinstance(data, dict) and data["type"] == "content_block_start"]
+    assert blocks == ["thinking", "text", "tool_use", "text"]
+
+
 @pytest.mark.parametrize(("status", "kind"), [
     (400, "invalid_request_error"), (401, "authentication_error"), (404, "not_found_error"), (413, "request_too_large"),
     (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error"),

@@ -215,7 +215,10 @@ IN_CALL = '<|open|>tools<|sep|><|open|>call tool="f"<|sep|>'
     (IN_CALL + '<|open|>call tool="g"<|sep|>', "", "", ["{}", ""]),
     ('<|open|>tools<|sep|><|open|>call index="1"<|sep|>x<|close|>tools<|sep|>y', "", '<|open|>call index="1"<|sep|>xy', []),
     ("a<|end_of_msg|>b<|end_of_msg|>", "a", "b<|end_of_msg|>", []),
+    ("a<|end_of_msg|><|close|>think<|sep|>b", "a", "<|close|>think<|sep|>b", []),
     ("a[EOS]", "a", "", []),
+    ("a<|close|>think<|sep|><|close|>message<|sep|><|end_of_msg|>", "a", "", []),
+    ('<|open|>tools<|sep|><|open|>call tool="f" tool="g"<|sep|>', "", '<|open|>call tool="f" tool="g"<|sep|>', []),
 ])
 def test_broken_and_cut_replies_keep_all_text(
     xtml: ChatFormat, tokenizer: Tokenizer, text: str, reasoning: str, answer: str, arguments: list[str],
@@ -233,6 +236,22 @@ def test_characters_come_whole(xtml: ChatFormat, tokenizer: Tokenizer) -> None:
     cut = [tokenizer.ranks.index(bytes([byte])) for byte in "é🙂".encode()][:-1]
     deltas, reply = read(xtml, talk(), cut)
     assert [delta.text for delta in deltas] == ["é", "\ufffd"] and reply.tail == (ReasoningDelta(text="\ufffd"),)
+
+
+@pytest.mark.parametrize(("between", "reasoning", "answer"), [
+    ("", "é", ""),
+    ("<|open|>response<|sep|>", "\ufffd", "\ufffd"),
+    ("<|close|>think<|sep|>", "\ufffd", "\ufffd"),
+    ("<|end_of_msg|>", "\ufffd", "\ufffd"),
+    ("<|sep|>", "\ufffd<|sep|>\ufffd", ""),
+])
+def test_no_character_joins_what_structure_parts(xtml: ChatFormat, tokenizer: Tokenizer, between: str, reasoning: str, answer: str) -> None:
+    first, second = (tokenizer.ranks.index(bytes([byte])) for byte in "é".encode())
+    reply = read(xtml, talk(), [first, *written(between, tokenizer), second])[1]
+    assert (reply.reasoning, reply.text) == (reasoning, answer)
+    after = written("<|close|>think<|sep|>", tokenizer)
+    reply = read(xtml, talk(), [*after, first, *written("<|open|>response<|sep|>", tokenizer), second])[1]
+    assert (reply.reasoning, reply.text) == ("", "\ufffd\ufffd")
 
 
 def test_a_reply_goes_back_into_the_conversation(xtml: ChatFormat, tokenizer: Tokenizer) -> None:
@@ -299,6 +318,13 @@ def test_kimi_linear_reads_broken_replies(linear: Tokenizer, text: str, answer: 
     reply = read(chat_format(linear), talk(), written(text, linear))[1]
     assert (reply.text, [(call.id, call.name, call.arguments) for call in reply.tool_calls]) == (answer, calls)
     assert reply.complete == (text == "a<|im_end|>")
+
+
+def test_kimi_linear_joins_no_characters_over_markers(linear: Tokenizer) -> None:
+    first, second = (linear.ranks.index(bytes([byte])) for byte in "é".encode())
+    start = [*written(CALLING + "f", linear), linear.special_ids["<|tool_call_argument_begin|>"]]
+    reply = read(chat_format(linear), talk(), [first, *start, second])[1]
+    assert (reply.text, reply.tool_calls[0].arguments) == ("\ufffd", "\ufffd")
 
 
 @pytest.mark.parametrize(("conversation", "word"), [
