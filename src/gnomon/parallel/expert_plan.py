@@ -21,12 +21,14 @@ from gnomon.errors import ConfigError
 class ExpertPlan:
     """Tokens of each expert by the rank that works on them.
 
-    A *token* here is a routed pair: one token for one of its experts. `assigned` [R, E] counts them; each row sums to that rank's
+    A *token* here is a routed pair: one token for one of its experts; `counts` [R, E] are those of each source rank. `assigned` [R, E]
+    counts them by who works on them; each row sums to that rank's
     `capacity` [R], and capacities differ by at most one. Tokens of an expert are numbered over all ranks, source rank by source rank
     (`offset` [R, E] is the number of the first from each source); the home works on the first of them, other ranks on the next, in the
     order of ranks: `first` [R, E] is where each rank's share begins.
     """
 
+    counts: np.ndarray
     assigned: np.ndarray
     first: np.ndarray
     offset: np.ndarray
@@ -106,7 +108,7 @@ def plan_experts(counts: np.ndarray) -> ExpertPlan:
     for home, wanted in quotas.items():
         _move(assigned, home, slice(home * each, (home + 1) * each), wanted)
     offset = np.cumsum(counts, 0, dtype=np.int64) - counts
-    return ExpertPlan(assigned=assigned, first=_first(assigned, each), offset=offset, capacity=capacity)
+    return ExpertPlan(counts=counts, assigned=assigned, first=_first(assigned, each), offset=offset, capacity=capacity)
 
 
 def _matched(balance: list[int]) -> dict[int, list[tuple[int, int]]]:
@@ -158,3 +160,14 @@ def _first(assigned: np.ndarray, each: int) -> np.ndarray:
     first = np.cumsum(away, 0) - away + assigned[home]
     first[home] = 0
     return first
+
+
+def plan_at_home(counts: np.ndarray) -> ExpertPlan:
+    """Conventional expert parallelism in the same form: every token goes to its expert's home, however many they are there."""
+    counts = np.asarray(counts, np.int64)
+    ranks, experts = counts.shape
+    each, expert = experts // ranks, np.arange(experts)
+    assigned = np.zeros((ranks, experts), np.int64)
+    assigned[expert // each, expert] = counts.sum(0)
+    return ExpertPlan(counts=counts, assigned=assigned, first=np.zeros_like(assigned), offset=np.cumsum(counts, 0) - counts,
+                      capacity=assigned.sum(1))
