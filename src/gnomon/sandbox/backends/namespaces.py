@@ -125,14 +125,14 @@ class Backend(Keeping):
             await self.boot(machine)
             if spec.network != Network():
                 await self.connect(machine, spec.network)
+            if self.registry is not None:
+                await asyncio.to_thread(self.registry.claim, id, self.name, spec)
         except BaseException:
             machine.state = "gone"
             await asyncio.shield(self.end(machine))
             raise
         self.machines[id] = machine
         await machine.set_timeout(spec.ttl_seconds)
-        if self.registry is not None:
-            self.registry.claim(id, self.name, spec)
         return machine
 
     async def boot(self, machine: Machine) -> None:
@@ -196,7 +196,7 @@ class Backend(Keeping):
             if hasattr(machine, "channel"):
                 machine.channel.close(machine.reason or "it was killed")
             if self.registry is not None:
-                self.registry.release(machine.id)
+                await asyncio.to_thread(self.registry.release, machine.id)
 
     async def revive(self, machine: Machine) -> None:
         """A first process again; on a new writable layer if the old one has become part of a snapshot."""

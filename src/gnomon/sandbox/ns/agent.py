@@ -60,7 +60,7 @@ class Agent:
         """Send what is queued as far as the socket takes it; False when the host is gone."""
         while self.out:
             try:
-                sent = os.write(self.control, self.out[: 1 << 18])
+                sent = os.write(self.control, self.out[: wire.CHUNK])
             except BlockingIOError:
                 return True
             except OSError:
@@ -341,7 +341,7 @@ class Agent:
     def hear(self) -> bool:
         """Take requests from the host; False when it is gone."""
         try:
-            data = os.read(self.control, 1 << 18)
+            data = os.read(self.control, wire.CHUNK)
         except BlockingIOError:
             return True
         except OSError:

@@ -104,7 +104,7 @@ class Keeping:
         if name is not None:
             return await self._write_down(machine, name, backend, image)
         identity = secrets.token_hex(8)
-        size = 0 if machine.state == "stopped" else (await machine.usage()).disk_bytes if machine.state == "running" else 0
+        size = (await machine.zygote.ask(wire.COUNT, (), machine.root.upper, doing=f"measuring {machine.id}"))[3]
         below = await self.present(machine)
         snapshot = Snapshot(id=identity, name=f"snapshot-{identity}", backend=backend, memory=False, bytes=size,
                             created_seconds=time.time(), parent=machine.spec.image)  # fmt: skip

@@ -331,7 +331,8 @@ class Machine:
             memory, disk, processes, micros = numbers
             if self.zygote.controllers:
                 counted = await self.zygote.ask(wire.COUNT, (), self.root.upper, doing="counting")
-                memory, processes, micros = (ours if ours >= 0 else theirs for ours, theirs in zip(counted, (memory, processes, micros)))
+                pairs = zip(counted[:3], (memory, processes, micros), strict=True)
+                memory, processes, micros = (ours if ours >= 0 else theirs for ours, theirs in pairs)
         except (Refused, ValueError) as error:
             raise SandboxError(f"counting what {self.id} uses: {error}") from None
         return Usage(memory_bytes=memory, disk_bytes=disk, processes=processes, cpu_seconds=micros / 1e6)

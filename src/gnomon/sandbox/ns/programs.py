@@ -18,6 +18,7 @@ from gnomon.sandbox.ns import calls, wire
 LINGER_SECONDS = 0.05
 PIPE_BYTES = 1 << 20
 MAX_ORPHAN_PIPES = 64
+SMALL_FILE = 1 << 16
 KILL_ROUNDS = 20
 ENDLESS = 1 << 62
 MAX_FILES = 0x7FFFFFFF
@@ -39,7 +40,26 @@ class Program:
         self.timed_out = self.truncated = False
 
 
-def find_user(name: str) -> tuple[int, int, str, list[int]]:
+User = tuple[int, int, str, list[int]]
+_users: dict[str, tuple[tuple[int, ...], User]] = {}
+
+
+def find_user(name: str) -> User:
+    """`look_up_user`, kept until the files that it reads change."""
+    stamp: tuple[int, ...] = ()
+    for path in ("/etc/passwd", "/etc/group"):
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        stamp += (status.st_ino, status.st_size, status.st_mtime_ns)
+    if name not in _users or _users[name][0] != stamp:
+        _users.clear()
+        _users[name] = (stamp, look_up_user(name))
+    return _users[name][1]
+
+
+def look_up_user(name: str) -> User:
     """User, group, home and further groups by name or number, from the sandbox's own files; `KeyError` if there is none."""
     user = group = -1
     home = "/"
@@ -64,7 +84,7 @@ def read_lines(path: str) -> list[str]:
     except OSError:
         return []
     try:
-        return os.read(fd, 1 << 20).decode("utf-8", "replace").split("\n")
+        return os.read(fd, SMALL_FILE).decode("utf-8", "replace").split("\n")
     except OSError:
         return []
     finally:
@@ -107,7 +127,7 @@ def is_zombie(pid: int) -> bool:
 class Start:
     """What the host asked to run."""
 
-    __slots__ = ("argv", "cwd", "env", "max_output", "open_input", "stdin", "timeout", "user", "window")
+    __slots__ = ("argv", "cwd", "env", "found", "max_output", "open_input", "stdin", "timeout", "user", "window")
 
     def __init__(self, numbers: tuple[int, ...], strings: tuple[bytes, ...]) -> None:
         self.timeout, self.max_output, self.window, self.open_input, argc = numbers
@@ -115,10 +135,13 @@ class Start:
         self.user = strings[1].decode()
         self.argv = strings[3 : 3 + argc]
         self.env = dict(item.partition(b"=")[::2] for item in strings[3 + argc :])
+        self.found: User | None = None
 
 
 def spawn(start: Start, joins: list[int], processes: int) -> tuple[int, int, int, int]:
     """Fork and run; the process, and our ends of its input, output and error."""
+    with contextlib.suppress(KeyError):
+        start.found = find_user(start.user)
     ends: list[int] = []
     try:
         for _ in range(3):
@@ -154,7 +177,7 @@ def become_program(start: Start, pipes: tuple[int, int, int], joins: list[int], 
             os.write(fd, b"0")
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
         env = start.env
-        user, group, home, others = find_user(start.user)
+        user, group, home, others = start.found or find_user(start.user)
         if (user, group) != (0, 0):
             os.setgroups(others)
             os.setresgid(group, group, group)

@@ -116,6 +116,7 @@ class Zygote:
         """In the new process: become the sandbox, serve, and never return."""
         joins = box.group.joins if box.group is not None else []
         try:
+            calls.prctl(calls.PR_PDEATHSIG, signal.SIGKILL)  # and again at the end: a change of user takes it back
             signal.set_wakeup_fd(-1)
             calls.name_process("gnomon-agent")
             kept = sorted({0, 1, 2, control, users, self.place.base, *joins})
@@ -174,15 +175,15 @@ class Zygote:
         """A sandbox has no processes any more; its files stay if somebody asked for that."""
         box.pid = 0
         waiting, box.waiting = box.waiting, []
-        if box.group is not None:
-            box.group.remove()
-            box.group = None
-        if not any(keep for _, keep in waiting) or not all(keep for _, keep in waiting):
+        group, box.group = box.group, None
+        if not waiting or not all(keep for _, keep in waiting):
             self.clear(name)
         for call, _ in waiting:
             self.reply(wire.pack(wire.OK, call))
         if not waiting:
             self.reply(wire.pack(wire.GONE, 0, (), (name.encode(),)))
+        if group is not None:
+            group.remove()
 
     def copy(self, call: int, numbers: tuple[int, ...], source: str, target: str) -> None:
         """Copy a writable layer in a process of its own: into the workshop as a new layer, or to a folder of the host."""
@@ -195,6 +196,7 @@ class Zygote:
         if pid == 0:
             code = 1
             try:
+                calls.prctl(calls.PR_PDEATHSIG, signal.SIGKILL)
                 calls.name_process("gnomon-copy")
                 layers.copy_tree(self.layer(source), folder)
                 code = 0
@@ -230,8 +232,10 @@ class Zygote:
             group = self.boxes[names[0]].group
             self.reply(wire.pack(wire.OK, call, (int(group is not None and group.freeze(kind == wire.FREEZE)),)))
         elif kind == wire.COUNT:
-            group = self.boxes[names[0]].group
-            self.reply(wire.pack(wire.OK, call, group.count() if group is not None else (-1, -1, -1)))
+            box = self.boxes[names[0]]
+            disk = os.statvfs(box.upper)
+            counted = box.group.count() if box.group is not None else (-1, -1, -1)
+            self.reply(wire.pack(wire.OK, call, (*counted, (disk.f_blocks - disk.f_bfree) * disk.f_frsize)))
 
     def turn(self) -> bool:
         """Take one request; False when the owner is gone."""
