@@ -16,6 +16,7 @@ from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
 from gnomon.plan import command as plan
 from gnomon.serve import command as serve
+from gnomon.serve import verify_command as verify
 from gnomon.train import command as train
 
 # OpenMP's own 300000 spins make a step fifty times as long while another program wants a core; large tensors of a training step come
@@ -47,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     train.declare_export(verbs.add_parser("export", help="write a run as a checkpoint in the released Hugging Face layout"))
     serve.declare_serve(verbs.add_parser("serve", help="OpenAI- and Anthropic-compatible API and a chat page for a model"))
     serve.declare_chat(verbs.add_parser("chat", help="talk to a model in the terminal"))
+
+    verify.declare(verbs.add_parser("verify", help="is a cached answer the uncached one? a model, or any server with log-probabilities"))
 
     show = verbs.add_parser("show", help="a recipe resolved, with a line about each field; or what a model costs")
     show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
@@ -144,7 +147,7 @@ def _kernels(parsed: argparse.Namespace) -> None:
 
 
 VERBS = {"tour": _tour, "train": train.train, "sample": train.sample, "export": train.export, "serve": serve.serve, "chat": serve.chat,
-         "show": _show, "plan": plan.run, "kernels": _kernels}
+         "verify": verify.run, "show": _show, "plan": plan.run, "kernels": _kernels}
 
 if __name__ == "__main__":
     sys.exit(main())
