@@ -256,3 +256,30 @@ def test_a_refused_creation_leaves_nothing() -> None:
         assert len(descendants(pid_of(backend))) == processes and not backend.machines
 
     using(body)
+
+
+def test_a_copied_layer_means_the_same() -> None:
+    """Deletions, opaque folders, hard links, holes, attributes, modes and owners survive the copy of a running sandbox's files."""
+    script = """cd /tmp; mkdir kept; echo x > kept/a; ln kept/a kept/b; ln -s a kept/link; mkfifo kept/pipe; chmod 751 kept
+chmod 4711 kept/a
+truncate -s 5M kept/hole; rm -r /etc/skel /etc/hosts; mkdir /etc/skel; echo new > /etc/skel/only
+touch -d 2001-02-03T04:05:06Z kept/link kept/hole
+python3 -c "import os; os.setxattr('/tmp/kept/hole', 'user.mark', b'1')" """
+    look = """cd /tmp; find kept /etc/skel -printf '%p %y %m %n %s %b %U %l\\n' | sort; ls /etc/hosts 2>&1
+stat -c %Y kept/hole; cat kept/b
+python3 -c "import os; print(os.getxattr('kept/hole', 'user.mark'), os.stat('kept/a').st_ino == os.stat('kept/b').st_ino)" """
+
+    async def body(backend: Backend) -> None:
+        box = await backend.create(SPEC)
+        made = await box.exec(Command(argv=("sh", "-c", script)))
+        assert made.code == 0, made.stderr
+        before = (await box.exec(Command(argv=("sh", "-c", look)))).text
+        (child,) = await box.fork()
+        assert not isinstance(child, Exception)
+        (grandchild,) = await child.fork()
+        assert not isinstance(grandchild, Exception)
+        assert "/etc/skel/only" in before and "True" in before
+        assert (await child.exec(Command(argv=("sh", "-c", look)))).text == before
+        assert (await grandchild.exec(Command(argv=("sh", "-c", look)))).text == before
+
+    using(body)

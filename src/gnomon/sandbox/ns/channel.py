@@ -107,6 +107,8 @@ class Channel:
             return
         try:
             frames = [wire.unpack(data)] if self.messages else self.splitter.feed(data)
+            if not frames:
+                self._drop(fds)
             for frame in frames:
                 self._frame(frame, fds if frame is frames[-1] else [])
         except ValueError as error:

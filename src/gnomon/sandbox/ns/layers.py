@@ -1,4 +1,8 @@
-"""Copies of a writable layer that keep what an overlay means by it: owners, modes, times, attributes, hard links, deletions, holes."""
+"""Copies of a writable layer that keep what an overlay means by it: owners, modes, times, attributes, hard links, deletions, holes.
+
+Every step goes through a descriptor of the folder it is in and follows no link: not even a program that still ran could lead the copy
+out of the layer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,13 @@ import os
 import stat
 
 CHUNK = 1 << 20
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+Links = dict[tuple[int, int], str]
+
+
+def inside(folder: int, name: str) -> str:
+    """A path to an entry of an open folder."""
+    return f"/proc/self/fd/{folder}/{name}"
 
 
 def copy_attributes(source: str, target: str, status: os.stat_result) -> None:
@@ -49,30 +60,38 @@ def copy_data(source: str, target: str, size: int) -> None:
 
 def copy_tree(source: str, target: str) -> None:
     """Copy a folder into another that exists and is empty."""
-    folders = [(source, target)]
-    done: list[tuple[str, str, os.stat_result]] = []
-    links: dict[tuple[int, int], str] = {}
-    while folders:
-        here, there = folders.pop()
-        done.append((here, there, os.lstat(here)))
-        for entry in os.scandir(here):
-            path, copy = entry.path, f"{there}/{entry.name}"
-            status = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
-                os.mkdir(copy, 0o700)
-                folders.append((path, copy))
-                continue
-            if status.st_nlink > 1:
-                first = links.setdefault((status.st_dev, status.st_ino), copy)
-                if first != copy:
-                    os.link(first, copy, follow_symlinks=False)
-                    continue
-            if stat.S_ISREG(status.st_mode):
-                copy_data(path, copy, status.st_size)
-            elif stat.S_ISLNK(status.st_mode):
-                os.symlink(os.readlink(path), copy)
-            else:  # a deletion is a device of number 0; pipes and sockets keep their place
-                os.mknod(copy, status.st_mode, status.st_rdev)
-            copy_attributes(path, copy, status)
-    for here, there, status in reversed(done):
-        copy_attributes(here, there, status)
+    here = os.open(source, FOLDER)
+    there = os.open(target, FOLDER)
+    try:
+        copy_folder(here, there, {})
+        copy_attributes(inside(here, "."), inside(there, "."), os.fstat(here))
+    finally:
+        os.close(here)
+        os.close(there)
+
+
+def copy_folder(here: int, there: int, links: Links) -> None:
+    """Copy what an open folder holds. `links` says where a file with further names has been copied to."""
+    for name in os.listdir(here):
+        path, copy = inside(here, name), inside(there, name)
+        status = os.lstat(path)
+        if stat.S_ISDIR(status.st_mode):
+            os.mkdir(copy, 0o700)
+            below, beneath = os.open(name, FOLDER, dir_fd=here), os.open(name, FOLDER, dir_fd=there)
+            try:
+                copy_folder(below, beneath, links)
+            finally:
+                os.close(below)
+                os.close(beneath)
+        elif status.st_nlink > 1 and (status.st_dev, status.st_ino) in links:
+            os.link(links[status.st_dev, status.st_ino], copy, follow_symlinks=False)
+            continue
+        elif stat.S_ISREG(status.st_mode):
+            copy_data(path, copy, status.st_size)
+        elif stat.S_ISLNK(status.st_mode):
+            os.symlink(os.readlink(path), copy)
+        else:  # a deletion is a device of number 0; pipes and sockets keep their place
+            os.mknod(copy, status.st_mode, status.st_rdev)
+        if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+            links[status.st_dev, status.st_ino] = os.readlink(f"/proc/self/fd/{there}") + f"/{name}"
+        copy_attributes(path, copy, status)

@@ -252,7 +252,9 @@ class Machine:
         if "freezer" in self.zygote.controllers:
             await self.zygote.ask(wire.FREEZE, (), self.root.upper, doing=f"freezing {self.id}")
         else:
-            await channel.request(wire.STOP_ALL)
+            _, _, numbers, _ = await channel.request(wire.STOP_ALL)
+            if numbers[:1] != (1,):
+                raise SandboxError(f"the programs of {self.id} do not stand still")
 
     async def _thaw(self) -> None:
         if "freezer" in self.zygote.controllers:
