@@ -41,7 +41,10 @@ class SegmentName:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """The piece: ids as bytes, latents [tokens, layers, C+R], the state after them; `error` bounds what packing ever lost on the way."""
+    """The piece: ids as bytes, latents, the state after them; `error` bounds what packing ever lost on the way.
+
+    `latents` are [tokens, layers, C+R]; those to be written may have their tokens on two axes, and in any order of memory.
+    """
 
     name: SegmentName
     tokens: bytes
@@ -104,7 +107,7 @@ def read(path: Path) -> Segment:
         tensors[key], offset = raw.view(dtype).view(shape), offset + size
     state = PackedState(form=header["form"], matrices=tensors["matrices"], scales=tensors.get("scales"), conv=tensors["conv"],
                         error=header["lost"])
-    return Segment(name=_name(header), tokens=tokens, latents=tensors["latents"], state=state, error=header["error"])
+    return Segment(name=_name(header), tokens=tokens, latents=tensors["latents"].flatten(0, -3), state=state, error=header["error"])
 
 
 def _bytes(x: Tensor | None) -> memoryview | bytes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gnomon.errors import CheckpointError
 from gnomon.serve.cache_settings import Form
@@ -201,24 +202,29 @@ class Store:
 
     def _segment(self, parent: bytes, nodes: list[Node], checkpoint: Checkpoint) -> Segment:
         """A copy of these blocks' latents and of the state after them."""
-        block, size = self.index.block, self.memory.page_tokens
+        start, state = (nodes[0].depth - 1) * self.index.block, checkpoint.packed
+        if checkpoint.slot is not None:
+            state = pack(self.memory.pool, checkpoint.slot, self.resting)
+        assert state is not None
+        return Segment(
+            name=SegmentName(parent=parent, digest=checkpoint.digest, start=start, stop=checkpoint.length),
+            tokens=b"".join(node.tokens for node in nodes), latents=self._latents(nodes), state=state,
+            error=checkpoint.error + (state.error if checkpoint.packed is None else 0.0),
+        )
+
+    def _latents(self, nodes: list[Node]) -> Tensor:
+        """A copy of the latents of blocks in a row, [tokens, layers, C+R] or [pages, tokens of a page, layers, C+R]."""
+        block, size, latents = self.index.block, self.memory.page_tokens, self.memory.pool.latents
+        if block % size == 0:  # whole pages: the copy is one sweep, and putting it in order can wait for the writer
+            return latents[torch.tensor([page for node in nodes for page in node.pages])].transpose(1, 2)
         start = (nodes[0].depth - 1) * block
-        places = np.arange(start, checkpoint.length)
+        places = np.arange(start, start + len(nodes) * block)
         pages = np.empty(len(places), np.int64)
         for node in nodes:
             first = (node.depth - 1) * block
             own = slice(first - start, first - start + block)
             pages[own] = np.array(node.pages)[places[own] // size - first // size]
-        pool, offsets = self.memory.pool, torch.from_numpy(places % size)
-        state = checkpoint.packed
-        if checkpoint.slot is not None:
-            state = pack(pool, checkpoint.slot, self.resting)
-        assert state is not None
-        return Segment(
-            name=SegmentName(parent=parent, digest=checkpoint.digest, start=start, stop=checkpoint.length),
-            tokens=b"".join(node.tokens for node in nodes), latents=pool.latents[torch.from_numpy(pages), :, offsets].cpu(),
-            state=state, error=checkpoint.error + (state.error if checkpoint.packed is None else 0.0),
-        )
+        return latents[torch.from_numpy(pages), :, torch.from_numpy(places % size)]
 
     def pages_to(self, path: list[Node]) -> Pages:
         """Pages of a path from the root, one for each `page_tokens` tokens: of those that know a page, the deepest block has all of it."""
