@@ -173,6 +173,7 @@ class DataPlane:
         feed = self._call(client_stream, lambda box: box.programs.stream_input)
         routes.append(Route("/process.Process/StreamInput", feed, methods=["POST"]))
         routes.append(Route("/files", self.files, methods=["GET", "POST", "PUT"]))
+        routes.append(Route("/health", self.health))
         return routes
 
     def _call(self, protocol: Callable[..., Awaitable[Response]], work: Callable[[Box], Any]) -> Callable[[Request], Awaitable[Response]]:
@@ -180,6 +181,10 @@ class DataPlane:
             return await protocol(request, work(request.state.box))
 
         return answer
+
+    async def health(self, request: Request) -> Response:
+        """204: the server, or the sandbox that the request names, is there; and what its isolation is worth."""
+        return Response(status_code=204, headers={"X-Gnomon-Isolation": (await self.desk.capabilities()).isolation})
 
     async def files(self, request: Request) -> Response:
         """The content of files."""
@@ -195,9 +200,6 @@ class DataPlane:
             return failed(error)
 
 
-async def health(request: Request) -> Response:
-    """204: the server, or the sandbox that the request names, is there."""
-    return Response(status_code=204)
 
 
 def build(backend: Backend, settings: Settings, store: LayerStore | None = None) -> ASGIApp:
@@ -212,7 +214,7 @@ def build(backend: Backend, settings: Settings, store: LayerStore | None = None)
         finally:
             await desk.close()
 
-    routes = [*DataPlane(desk).routes(), *Control(desk).routes(), Route("/health", health)]
+    routes = [*DataPlane(desk).routes(), *Control(desk).routes()]
     return Gate(Starlette(routes=routes, lifespan=life), desk)
 
 

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import AsyncIterator
 from typing import Any
 
-from gnomon.errors import GnomonError, SandboxError
+from gnomon.errors import GnomonError, SandboxError, SandboxLost
 from gnomon.sandbox.sandbox import Command, Process, Sandbox
 from gnomon.sandbox.server_connect import Call, Refusal, text_of
 
@@ -182,8 +182,12 @@ class Programs:
         raise Refusal(501, "this server's terminals cannot be resized", "unimplemented")
 
     async def close(self) -> None:
-        """Stop following everything."""
+        """The sandbox goes: whoever follows a program is told."""
         for program in list(self.running.values()):
+            for follower in program.followers:
+                if follower.full():
+                    follower.get_nowait()
+                follower.put_nowait(SandboxLost(f"{self.sandbox.id} was killed"))
             if program.task is not None:
                 program.task.cancel()
                 await asyncio.gather(program.task, return_exceptions=True)
