@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from gnomon.errors import ConfigError
 from gnomon.kernels import experts as operator
 from gnomon.model.experts import RoutedExperts
+from gnomon.parallel.exchange import Exchange
 from gnomon.parallel.expert_plan import ExpertPlan, plan_experts
 
 Planner = Callable[[np.ndarray], ExpertPlan]
@@ -138,24 +138,3 @@ def _slots_from(plan: ExpertPlan, source: int, rank: int, listed: np.ndarray, bo
     base = bounds[:-1] - plan.first[rank, listed]
     parts = [np.arange(low, high) + shift for low, high, shift in zip(start, stop, base, strict=True) if high > low]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-class Exchange(torch.autograd.Function):
-    """Rows to other ranks, so many to each, and as many back as they send; gradients travel the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup | None) -> Tensor:
-        """`rows` [Σ sends, …] → [Σ receives, …], both rank by rank."""
-        ctx.sends, ctx.receives, ctx.group = sends, receives, group
-        return _all_to_all(rows, sends, receives, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """The same exchange with the roles of sending and receiving changed."""
-        return _all_to_all(gradients[0], ctx.receives, ctx.sends, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    found = rows.new_empty(sum(receives), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), receives, sends, group=group)
-    return found

@@ -4,6 +4,8 @@ Keys and values are linear in one small latent per token, which is all that is c
 The two latent norms use ε = 1e-6. Read next: `gnomon/kernels/mla/reference.py` (expanded and absorbed forms), `state.py`.
 """
 
+from typing import Protocol
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -14,8 +16,27 @@ from gnomon.model.parts import MLAConfig
 from gnomon.model.state import MLACache
 
 
+class LatentExchange(Protocol):
+    """Where latents come from when the earlier part of a document is elsewhere (context parallelism, report §5.1.2)."""
+
+    def earlier(self, rows: Float[Tensor, "1 T C"]) -> Float[Tensor, "1 E C"] | None:
+        """Latents before the first token that is here, of its document; none for None."""
+        ...
+
+
+class LocalLatents:
+    """The whole sequence is here."""
+
+    def earlier(self, rows: Tensor) -> Tensor | None:
+        """Nothing is elsewhere."""
+        return None
+
+
 class Mixer(nn.Module):
-    """The MLA layer. With `watch_logits` set, `max_logits` [H] keeps the largest logit seen, for the weight clip of Muon."""
+    """The MLA layer; `exchange` is where context parallelism plugs in.
+
+    With `watch_logits` set, `max_logits` [H] keeps the largest logit seen, for the weight clip of Muon.
+    """
 
     Config = MLAConfig
 
@@ -39,6 +60,7 @@ class Mixer(nn.Module):
         self.scale = config.qk_head_dim**-0.5
         self.watch_logits = False
         self.max_logits: Tensor | None = None
+        self.exchange: LatentExchange = LocalLatents()
 
     def new_state(self, sequences: int, capacity: int, dtype: torch.dtype, device: torch.device) -> MLACache:
         """An empty cache with room for `capacity` tokens per sequence."""
@@ -50,7 +72,8 @@ class Mixer(nn.Module):
         """Attend causally, within documents when `cu_seqlens` is given; new latents are appended to `state`."""
         q, rows = self.queries(x), self.latent_rows(x)
         if state is None:
-            o = self.expanded(q, rows, cu_seqlens)
+            earlier = self.exchange.earlier(rows)
+            o = self.expanded(q, rows, cu_seqlens) if earlier is None else self._continued(q, rows, earlier, cu_seqlens)
         else:
             o = self._cached(q, rows, state, cu_seqlens)
         if self.config.mla_use_output_gate:
@@ -73,15 +96,28 @@ class Mixer(nn.Module):
 
     def expanded(self, q: Float[Tensor, "B T H Q"], rows: Float[Tensor, "B T C"], cu_seqlens: Tensor | None) -> Float[Tensor, "B T H V"]:
         """Attention with keys and values of each head written out: prefill and training."""
-        c = self.config
-        latent, shared = rows.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        kv = self.kv_b_proj(latent).view(*rows.shape[:2], c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim)
-        nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        k = torch.cat([nope, shared.unsqueeze(2).expand(*nope.shape[:3], -1)], dim=-1)
+        k, v = self._keys_values(rows)
         if self.watch_logits:
             seen = mla.max_logits(q.detach(), k.detach(), self.scale, cu_seqlens)
             self.max_logits = seen if self.max_logits is None else torch.maximum(self.max_logits, seen)
         return mla.attention(q, k, v, self.scale, cu_seqlens)
+
+    def _continued(self, q: Tensor, rows: Tensor, earlier: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """The same where the first document has `earlier` latents; its largest logits are not watched."""
+        here = q.shape[1] if cu_seqlens is None else int(cu_seqlens[1])
+        k, v = self._keys_values(torch.cat([earlier, rows[:, :here]], 1))
+        first = mla.attention(q[:, :here], k, v, self.scale, None, earlier.shape[1])
+        if cu_seqlens is None or len(cu_seqlens) == 2:
+            return first
+        return torch.cat([first, self.expanded(q[:, here:], rows[:, here:], cu_seqlens[1:] - here)], 1)
+
+    def _keys_values(self, rows: Float[Tensor, "B L C"]) -> tuple[Float[Tensor, "B L H Q"], Float[Tensor, "B L H V"]]:
+        """Keys and values of each head, written out."""
+        c = self.config
+        latent, shared = rows.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv = self.kv_b_proj(latent).view(*rows.shape[:2], c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim)
+        nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        return torch.cat([nope, shared.unsqueeze(2).expand(*nope.shape[:3], -1)], dim=-1), v
 
     def _cached(self, q: Tensor, rows: Tensor, state: MLACache, cu_seqlens: Tensor | None) -> Tensor:
         """Append, then attend: expanded when nothing was cached before, absorbed into the latent otherwise."""

@@ -1,0 +1,49 @@
+"""A stream over 2 and 3 ranks, cut in every awkward way: outputs and gradients of one rank; what is sent does not grow with the length."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gnomon.errors import ConfigError
+from gnomon.parallel.context import Cut, stretches
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_stream_over_ranks_is_that_of_one(ranks: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
+    program = Path(__file__).with_name("context_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(found) == 12
+    for name, every in found.items():
+        exact = "float64" in name  # up to decay and beta, which are fp32 in any model
+        assert max(rank["outputs"] for rank in every) < (1e-7 if exact else 2e-6), name
+        assert max(rank["gradients"] for rank in every) < (1e-6 if exact else 2e-5), name
+        # Three KDA layers with 4 heads of 32: maps of [32, 64] in fp32 or fp64 to each other rank, whatever the lengths are.
+        size = 8 if exact else 4
+        assert all(rank["states"] == 3 * 4 * 32 * 64 * size * (ranks - 1) for rank in every), name
+
+
+def test_the_past_of_a_stretch() -> None:
+    cut = Cut(lengths=(10, 10, 10, 10), borders=(0, 5, 32, 40))
+    assert [cut.past(rank) for rank in range(4)] == [[], [0], [0, 1], [0, 1, 2]]
+    assert [cut.local_borders(rank) for rank in range(4)] == [(0, 5, 10), (0, 10), (0, 10), (0, 2, 10)]
+    cut = Cut(lengths=(10, 10, 10), borders=(0, 10, 15, 30))
+    assert [cut.past(rank) for rank in range(3)] == [[], [], [1]]
+    assert [cut.last(rank) for rank in range(3)] == [0, 5, 0]
+    assert stretches(11, 3) == (4, 4, 3)
+
+
+def test_cuts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one token"):
+        Cut(lengths=(4, 0), borders=(0, 4))
+    with pytest.raises(ConfigError, match="rise from 0 to the 8"):
+        Cut(lengths=(4, 4), borders=(0, 4, 4, 8))
