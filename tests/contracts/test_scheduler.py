@@ -108,6 +108,30 @@ def test_a_class_alone_has_the_whole_budget_and_owes_nothing():
     assert world.first["chat"] == 14
 
 
+def test_a_beginning_that_many_share_is_computed_once_although_they_come_at_once():
+    world = World(memory=1 << 24)
+    beginning = torch.randint(64, (640,), generator=torch.Generator().manual_seed(0)).tolist()
+    for i in range(12):
+        world.engine.submit(Request(id=f"r{i}", prompt=(*beginning, i, i, i), sampling=Sampling(temperature=0.0, max_tokens=2)))
+    world.finish()
+    assert world.engine.stats().prompt_tokens == 640 + 12 * 3
+    assert len(world.ended) == 12 and max(world.ended.values()) <= 8
+    world.engine.submit(Request(id="other", prompt=tuple(beginning), salt="x", sampling=Sampling(max_tokens=1)))
+    world.engine.submit(Request(id="off", prompt=tuple(beginning), cache=False, sampling=Sampling(max_tokens=1)))
+    world.finish()
+    assert world.engine.stats().prompt_tokens == 640 + 12 * 3 + 2 * 640
+
+
+def test_nobody_waits_long_for_another_prompt():
+    world = World(memory=1 << 24, step_tokens=64, mixed_tokens=64)
+    beginning = torch.randint(64, (6400,), generator=torch.Generator().manual_seed(0)).tolist()
+    world.engine.submit(Request(id="long", prompt=tuple(beginning), sampling=Sampling(max_tokens=1)))
+    world.step()
+    world.engine.submit(Request(id="short", prompt=(*beginning[:3200], 1), sampling=Sampling(max_tokens=1)))
+    world.finish()
+    assert world.first["short"] < world.first["long"]
+
+
 def test_no_more_run_than_may():
     world = World(max_sequences=3)
     for i in range(9):

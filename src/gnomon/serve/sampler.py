@@ -4,7 +4,7 @@ A draw is a pure function of the row of logits, the request's settings and `(see
 nothing has to be kept or replayed when a sequence is put aside and computed again, and no row knows of its neighbours. Rows are taken
 together in blocks, and every operation acts within a row, so a row's token has the same bits in any batch.
 
-The vocabulary is never sorted. Top-k and top-p need the largest weights only: some of them are taken in order, eight times as many until
+The vocabulary is not sorted. Top-k and top-p need the largest weights only: some of them are taken and sorted, eight times as many until
 they cover what is asked for, and the smallest one that belongs to the set is a threshold for all. Of equal weights the lowest ids belong.
 The draw then walks the kept ids in their own order, so no order of weights is needed for it. Read next: `engine.py`.
 """
@@ -26,6 +26,8 @@ BLOCK = 1 << 18
 """Logits of one block of rows: what stays in the second-level cache while a block is worked on."""
 FIRST = 64
 """Largest weights that are looked at first; when they do not cover top-p, eight times as many are."""
+COLDEST = 1e-30
+"""Temperatures below this one are taken for it, since fp32 ends there; nothing but the likeliest token has a weight then."""
 
 _GOLDEN, _MIX1, _MIX2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64
 
@@ -135,8 +137,7 @@ def _log_sums(rows: Floats) -> NDArray[np.float64]:
     """log Σ exp of each row; NaN for a row that holds NaN, infinite for one without any finite value."""
     peak = rows.max(1)
     with np.errstate(invalid="ignore"):
-        weights = np.exp(rows - peak[:, None]).astype(np.float64)
-        return peak + np.log(weights.sum(1))
+        return peak + np.log(np.exp(rows - peak[:, None]).sum(1)).astype(np.float64)
 
 
 def _change(row: Floats, draw: Draw) -> None:
@@ -151,17 +152,17 @@ def _choose(scores: Floats, draws: list[Draw]) -> NDArray[np.int64]:
     """One id per row of changed logits; `scores` is overwritten."""
     scores -= scores.max(1)[:, None]
     greedy = np.array([draw.sampling.temperature == 0 for draw in draws])
-    temperatures = np.array([draw.sampling.temperature or 1.0 for draw in draws])
-    best = scores.argmax(1)
+    best = scores.argmax(1) if greedy.any() else np.zeros(len(draws), dtype=np.int64)
     if greedy.all():
         return best
     with np.errstate(over="ignore"):  # a temperature near zero: what is not the largest becomes -inf, and its weight 0
-        weights = np.exp((scores / temperatures[:, None]).astype(np.float32), out=scores)
+        scores /= np.array([[max(draw.sampling.temperature, COLDEST)] for draw in draws], dtype=np.float32)
+        weights = np.exp(scores, out=scores)
     for row, draw in zip(weights, draws, strict=True):
         s = draw.sampling
         if s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p > 0):
             _keep(row, s)
-    reached = np.cumsum(weights, axis=1, dtype=np.float64)
+    reached = torch.from_numpy(weights).cumsum(1, dtype=torch.float64).numpy()
     seeds = np.array([draw.sampling.seed for draw in draws], dtype=np.uint64)
     targets = uniform(seeds, np.array([draw.step for draw in draws], dtype=np.uint64)) * reached[:, -1]
     ids = np.array([row.searchsorted(target, side="right") for row, target in zip(reached, targets, strict=True)])
@@ -185,13 +186,13 @@ def _keep(weights: Floats, sampling: Sampling) -> None:
 
 def _largest(weights: Floats, limit: int, top_p: float) -> tuple[int, float]:
     """How many of the largest weights to keep, and the least of them: `limit` at most, and of those the fewest that have `top_p`."""
-    values = torch.from_numpy(weights)
     if top_p == 1:
-        return limit, values.topk(limit).values[-1].item()
+        return limit, float(np.partition(weights, len(weights) - limit)[len(weights) - limit])
     whole = float(weights.sum(dtype=np.float64)) if limit == len(weights) else None
     size = min(limit, FIRST) if whole is not None else limit
     while True:
-        largest = values.topk(size).values.numpy()
+        rest = len(weights) - size
+        largest = np.sort(np.partition(weights, rest)[rest:] if rest else weights)[::-1]
         reached = np.cumsum(largest, dtype=np.float64)
         total = float(reached[-1]) if whole is None else whole
         count = 1 + int(np.searchsorted(reached[:-1], top_p * total, side="left"))
@@ -205,7 +206,7 @@ def _top(row: Floats, log_sum: float, count: int | None) -> tuple[tuple[int, flo
     if not count:
         return ()
     count = min(count, len(row))
-    least = torch.from_numpy(row).topk(count).values[-1].item()
+    least = np.partition(row, len(row) - count)[len(row) - count]
     ids = np.flatnonzero(row >= least)
     ids = ids[np.argsort(-row[ids], kind="stable")][:count]
     return tuple((int(i), float(row[i]) - log_sum) for i in ids)

@@ -5,9 +5,10 @@ Which class comes next is decided by credit: each class with work earns its shar
 long prompts of one class cannot starve the other. Within a class those come first that were put aside amid their output, then the prompt
 with the least left, so a short request does not wait behind a long one; every fourth step is the oldest's, so a long one always moves.
 
-A sequence is admitted when all of its known tokens fit in memory, whole or not at all. When a decoding sequence finds no page, the last in
-rank (batch before interactive, then the youngest) is put aside and computed again later through the cache. Nothing here looks at a
-clock: the same requests in the same order give the same steps. Read next: `engine.py`.
+A sequence that begins like a prompt on its way waits a few steps for what they share, rather than compute it a second time. It is admitted
+when all of its known tokens fit in memory, whole or not at all. When a decoding sequence finds no page, the last in rank (batch before
+interactive, then the youngest) is put aside and computed again later through the cache. Nothing here looks at a clock: the same requests
+in the same order give the same steps. Read next: `engine.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ HEADROOM = 64
 """Tokens of room beyond its known ones that a sequence needs to be admitted, so that it is not put aside at once."""
 PATIENCE = 8
 """After so many refusals for want of memory nobody else is admitted before this sequence."""
+WAITS = 16
+"""Steps for which a sequence waits at most for another one that computes a beginning both have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +185,8 @@ class Scheduler:
             return None
         request, tokens = sequence.request, sequence.tokens
         reuse = self.reuse and request.cache and not request.prompt_logprobs
+        if reuse and self._awaits(sequence):
+            return None
         try:
             held = self.cache.open(tokens, salt=request.salt, boundaries=request.boundaries, reuse=reuse)
         except CapacityError as error:
@@ -198,6 +203,18 @@ class Scheduler:
         if len(sequence.prompt_logprobs) < len(request.prompt) - 1:
             sequence.prompt_logprobs.clear()  # it was put aside amid its prompt and begins again
         return running
+
+    def _awaits(self, sequence: Sequence) -> bool:
+        """Whether a running prompt is about to compute the block that this one would begin with: after that it can be shared."""
+        block, tokens = self.cache.settings.hash_block, sequence.tokens
+        for running in self.running.values() if sequence.waits < WAITS else ():
+            other, reach = running.sequence, (running.held.length // block + 1) * block
+            shared = other.request.cache and not other.request.prompt_logprobs and not other.outputs
+            shared = shared and other.request.salt == sequence.request.salt
+            if shared and reach < len(tokens) and reach <= len(other.tokens) and tokens[:reach] == other.tokens[:reach]:
+                sequence.waits += 1
+                return True
+        return False
 
     def _refuse(self, sequence: Sequence, reason: str) -> None:
         sequence.refusals += 1

@@ -33,6 +33,7 @@ class Sequence:
     cached_tokens: int = 0
     cache_note: str = ""
     refusals: int = 0
+    waits: int = 0
     refused_at: int = -1
     rank: tuple[int, int] = field(init=False)  # who keeps its memory: interactive before batch, then who came first
 
