@@ -27,10 +27,12 @@ from gnomon.errors import ConfigError
 from gnomon.kernels import mxfp, native
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.generate import Sampling, generate
-from gnomon.model.inference import runner
+from gnomon.model.inference import InferenceModel, refuse, runner
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
 from gnomon.plan.scaleup import TIMES, scaled
+from gnomon.serve.demonstration import converse
+from gnomon.serve.runner import TorchRunner
 from gnomon.train import metrics
 from gnomon.train.checkpoint import load_run
 from gnomon.train.evaluate import HeldOut, held_out, loss_by_position
@@ -43,6 +45,7 @@ from gnomon.units import format_bytes, format_count, format_dollars, format_flop
 PROMPT = '    def __init__(self, name):\n        """'
 RELEASED = "k3-2.8t"
 WIDTH = 100  # columns at most
+DOCUMENT = 1200  # tokens of the text that the served model is asked about
 WINDOW = 128
 """Tokens that a piece of text may see in the comparison that shows what context is worth."""
 
@@ -63,6 +66,8 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     _positions(console, summary, (model, shards), recipe, figures)
     _compression(console, summary.held_out[0], shards, tokenizer, figures)
     _sample(console, model, tokenizer, figures)
+    figures["run"] = str(recipe.run)
+    _serve(console, model, tokenizer, shards, figures)
     _export(console, model, tokenizer, Path(out), figures, shards)
     _costs(console, recipe.model, recipe.stages[-1].context)
     _scale(console, recipe, figures)
@@ -178,6 +183,25 @@ def _sample(console: Console, model: Transformer, tokenizer: Tokenizer, figures:
     console.print(Text.assemble((PROMPT, "dim"), (figures["sample"], "bold")))
 
 
+def _serve(console: Console, model: Transformer, tokenizer: Tokenizer, shards: Sequence[Shards], figures: dict[str, Any]) -> None:
+    """A conversation with the engine behind `gnomon serve`. The last request is the fork again, without the cache: the same tokens."""
+    document = tokenizer.decode(max((shards[0][i] for i in range(len(shards[0]))), key=len)[:DOCUMENT].tolist())
+    serving = TorchRunner(model) if refuse(model.config) else InferenceModel.from_transformer(model, "fp32")
+    rows = converse(serving, tokenizer, document)
+    _step(console, "5  Served: ask, go on, fork, and see what was known", (
+        "Each layer's state is kept at the ends of turns and on a grid, so whoever comes back to any point of a conversation, in any "
+        "branch, computes only what is new there. Nothing is approximated: the fork says the same, token for token, without the cache."))
+    table = Table(box=None, header_style="dim")
+    for name, justify in (("request", "left"), ("prompt", "right"), ("cached", "right"), ("first token", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(row.what, f"{row.prompt_tokens:,}", f"[bold]{row.cached_tokens:,}[/]", format_seconds(row.first_token_seconds))
+    console.print(table)
+    console.print(f"gnomon serve {figures['run']} puts the APIs of OpenAI and Anthropic and a chat page before it.")
+    figures["served"] = [[row.what, row.prompt_tokens, row.cached_tokens, row.first_token_seconds] for row in rows]
+    figures["cached_equals_uncached"] = rows[3].answer == rows[5].answer
+
+
 def _export(
     console: Console, model: Transformer, tokenizer: Tokenizer, out: Path, figures: dict[str, Any], shards: Sequence[Shards]
 ) -> None:
@@ -192,7 +216,7 @@ def _export(
     before, after = (held_out(m, shards, tokenizer, max(2, context), 32_768).loss for m in (model, reloaded))
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     figures |= {"export_difference": difference, "loss_before_rounding": before, "loss_after_rounding": after, "export_bytes": stored}
-    _step(console, "5  Out into the world", (
+    _step(console, "6  Out into the world", (
         f"The run is written in the released K3 layout to {folder}: experts as MXFP4 (4 bits and a shared scale per 32 weights), the rest "
         f"bf16, {format_bytes(stored)} in all. Read back, its logits differ from those of the rounded model in memory by "
         f"[bold]{difference:g}[/]. Rounding moved the held-out loss from {before:.4f} to {after:.4f}; training with that rounding in view "
@@ -216,7 +240,7 @@ def as_stored(model: Transformer) -> Transformer:
 
 
 def _costs(console: Console, toy: ModelConfig, context: int) -> None:
-    _step(console, "6  The same shape, a million times larger", "What this model costs beside the released one, from the same formulas:")
+    _step(console, "7  The same shape, a million times larger", "What this model costs beside the released one, from the same formulas:")
     rows = {
         "parameters": lambda c: format_count(c.num_parameters()),
         "at work per token": lambda c: format_count(c.activated_parameters()),

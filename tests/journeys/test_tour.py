@@ -28,12 +28,14 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
     out = tmp_path / "out"
     figures = tour.run(data=[texts], out=out, overrides=SHORT)
     shown = capsys.readouterr().out
-    for title in ("Tokenizer and pre-training", "Longer than it was trained", "Prediction is compression", "What it writes",
+    for title in ("Tokenizer and pre-training", "Longer than it was trained", "Prediction is compression", "What it writes", "Served",
                   "Out into the world", "a million times larger"):
         assert title in shown
 
     assert figures["loss_last"] < figures["loss_first"]
     assert figures["export_difference"] == 0.0
+    cached = [row[2] for row in figures["served"]]
+    assert figures["cached_equals_uncached"] and cached[0] == cached[-1] == 0 and min(cached[1:-1]) > 0
     assert 0 < figures["xz_bits_per_byte"] < 8
     assert 0 < figures["bits_per_byte"] < 8
     pieces = figures["held_out_in_pieces"]
