@@ -379,6 +379,10 @@ def test_snapshots_are_images(name: str, tmp_path: Path) -> None:
             await box.write("/tmp/state", b"two")
             named = await box.snapshot("after-two")
             assert named.name == "after-two" and not named.memory
+            (child,) = await box.fork()
+            assert not isinstance(child, Exception)
+            await child.write("/tmp/more", b"three")
+            await child.snapshot("of-a-child")
             await box.kill()
             async with await made.create(Spec(image=snapshot.name, limits=SMALL)) as other:
                 assert await other.read("/tmp/state") == b"one"
@@ -386,6 +390,8 @@ def test_snapshots_are_images(name: str, tmp_path: Path) -> None:
                 assert await other.read("/tmp/state") == b"two"
         async with opened(name, Spec(image="after-two", limits=SMALL), store=tmp_path / "store") as (_, box):
             assert await box.read("/tmp/state") == b"two", "a named snapshot outlives its backend"
+        async with opened(name, Spec(image="of-a-child", limits=SMALL), store=tmp_path / "store") as (_, box):
+            assert (await box.read("/tmp/state"), await box.read("/tmp/more")) == (b"two", b"three")
 
     backend(name)
     asyncio.run(main())

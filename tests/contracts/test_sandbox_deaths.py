@@ -283,3 +283,23 @@ python3 -c "import os; print(os.getxattr('kept/hole', 'user.mark'), os.stat('kep
         assert (await grandchild.exec(Command(argv=("sh", "-c", look)))).text == before
 
     using(body)
+
+
+@pytest.mark.slow
+def test_a_thousand_at_once() -> None:
+    async def body(backend: Backend) -> None:
+        boxes = []
+        for _ in range(20):
+            boxes += await asyncio.gather(*(backend.create(SPEC) for _ in range(50)))
+        ends = await asyncio.gather(*(box.exec(TRUE) for box in boxes[::25]))
+        assert {result.code for result in ends} == {0} and len(boxes) == 1000
+        agents = descendants(pid_of(backend))
+        assert len(agents) >= 1000
+        if os.geteuid() == 0:
+            texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in agents]
+            lines = [line for text in texts for line in text.splitlines() if line.startswith("Pss:")]
+            assert sum(int(line.split()[1]) for line in lines) / len(lines) < 3 * 1024
+        await asyncio.gather(*(box.kill() for box in boxes))
+        assert await asyncio.to_thread(all_gone, agents - {pid_of(backend)} if os.geteuid() == 0 else set())
+
+    using(body)

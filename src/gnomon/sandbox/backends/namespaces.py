@@ -120,7 +120,7 @@ class Backend(Keeping):
         id = secrets.token_hex(8)
         root = Root(upper=id, below=below, host=image.host, image=image)
         machine = Machine(id=id, spec=spec, zygote=zygote, root=root, owner=self)
-        self.hold(zygote, (f"@{id}", *below))
+        await self.hold(zygote, (f"@{id}", *below))
         try:
             await self.boot(machine)
             if spec.network != Network():
@@ -222,7 +222,7 @@ class Backend(Keeping):
         below = await self.present(machine)
         image = machine.root.image if isinstance(machine.root.image, Image) else Image(name=machine.spec.image)
         spec = replace(machine.spec, idempotency_key=None, network=machine.network)
-        self.hold(zygote, below)
+        await self.hold(zygote, below)
         try:
             return [child if not isinstance(child, BaseException) else self._plain(child) for child in await asyncio.gather(
                 *(self._child(spec, image, zygote, below) for _ in range(count)), return_exceptions=True)]  # fmt: skip

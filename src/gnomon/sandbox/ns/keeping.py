@@ -58,18 +58,18 @@ class Keeping:
             raise ConfigError(f"image '{image.name}' has no files; nothing could run in it")
         return found
 
-    def hold(self, zygote: Zygote, layers: tuple[str, ...]) -> None:
+    async def hold(self, zygote: Zygote, layers: tuple[str, ...]) -> None:
         """Count one more use of layers, here and in the store."""
         stored = [Path(layer) for layer in layers if layer.startswith("/")]
         if stored:
-            self.opened().hold(stored)
+            await asyncio.to_thread(self.opened().hold, stored)
         zygote.need(layers)
 
     async def drop(self, zygote: Zygote, layers: tuple[str, ...]) -> None:
         """Count one use less."""
         stored = [Path(layer) for layer in layers if layer.startswith("/")]
         if stored:
-            self.opened().release(stored)
+            await asyncio.to_thread(self.opened().release, stored)
         await zygote.leave(layers)
 
     async def let_go(self, zygote: Zygote, root: Root) -> None:
@@ -108,24 +108,42 @@ class Keeping:
         below = await self.present(machine)
         snapshot = Snapshot(id=identity, name=f"snapshot-{identity}", backend=backend, memory=False, bytes=size,
                             created_seconds=time.time(), parent=machine.spec.image)  # fmt: skip
-        self.hold(machine.zygote, below)
+        await self.hold(machine.zygote, below)
         self.snapshots[snapshot.name] = (snapshot, image, below)
         return snapshot
 
     async def _write_down(self, machine: Machine, name: str, backend: str, image: Image) -> Snapshot:
+        """Its layers as folders of the store: those that are in memory are copied, lowest first, its own last."""
         store, zygote, root = self.opened(), machine.zygote, machine.root
-        if any(layer.startswith("@") and layer != SKELETON for layer in root.below):
-            raise SandboxError(f"snapshot '{name}': {machine.id} stands on a snapshot without a name, which is in memory only; name that "
-                               "one first")  # fmt: skip
+        written: list[Path] = []
+        parents: tuple[Path, ...] = ()
+        try:
+            for layer in reversed([layer for layer in root.below if layer != SKELETON]):
+                if layer.startswith("@"):
+                    folder = await self._copied_out(zygote, layer, store)
+                    written.append(await asyncio.to_thread(store.seal, folder, durable=True))
+                    parents = (written[-1], *parents)
+                else:
+                    parents = (Path(layer), *parents)
+            async with machine.still():
+                folder = await self._copied_out(zygote, f"@{root.upper}", store)
+            try:
+                return await asyncio.to_thread(lambda: store.adopt(folder, name, parents, like=image, backend=backend))
+            except BaseException:
+                await asyncio.to_thread(store.discard, folder)
+                raise
+        finally:
+            await asyncio.to_thread(store.release, written)
+
+    @staticmethod
+    async def _copied_out(zygote: Zygote, layer: str, store: LayerStore) -> Path:
         folder = await asyncio.to_thread(store.scratch)
         try:
-            async with machine.still():
-                await zygote.ask(wire.COPY, (), f"@{root.upper}", str(folder), doing=f"writing the files of {machine.id} to {folder}")
-            parents = tuple(Path(layer) for layer in root.below if layer.startswith("/"))
-            return await asyncio.to_thread(lambda: store.adopt(folder, name, parents, like=image, backend=backend))
+            await zygote.ask(wire.COPY, (), layer, str(folder), doing=f"writing files to {folder}")
         except BaseException:
             await asyncio.to_thread(store.discard, folder)
             raise
+        return folder
 
     async def remove_snapshot(self, name: str) -> None:
         """Forget a snapshot; its layers stay while sandboxes stand on them. Raises `ConfigError` for an unknown name."""
