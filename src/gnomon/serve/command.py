@@ -7,6 +7,12 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gnomon.serve.settings import ServeSettings
 
 
 def declare_serve(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +20,8 @@ def declare_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run folder, or a checkpoint in a released layout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of recipes/serve.toml to change, e.g. port=9000")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="settings (default: those of recipes/serve.toml)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N",
+                        help="processes with the whole model behind a router that sends a conversation to the same one (default: 1)")
 
 
 def declare_chat(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +48,9 @@ def serve(parsed: argparse.Namespace) -> None:
     settings = load(parsed.recipe, parsed.overrides)
     keys = api_keys(settings)
     console = Console(stderr=True, highlight=False)
+    if parsed.replicas != 1:
+        _fleet(parsed, settings, console)
+        return
     with ExitStack() as stack:
         bound = stack.enter_context(server.listen(settings.host, settings.port))
         console.print(f"loading {parsed.run} …")
@@ -54,6 +65,23 @@ def serve(parsed: argparse.Namespace) -> None:
                           f"Anthropic: {url}; {service.context:,} tokens of context; {door}). Ctrl-C ends it")
 
         server.serve(service, keys, bound, ready)
+
+
+def _fleet(parsed: argparse.Namespace, settings: "ServeSettings", console: "Console") -> None:
+    """Replicas on loopback ports, which share the budget of memory, and the router on the address that was asked for."""
+    from gnomon.serve import fleet_processes, server
+    from gnomon.serve.fleet import FleetSettings
+
+    fleet = FleetSettings(replicas=parsed.replicas, body_bytes=settings.limits.body_bytes, stop_seconds=max(settings.drain_seconds, 1.0))
+    share = settings.cache.budget_bytes // fleet.replicas if settings.cache.memory_bytes is None else settings.cache.memory_bytes
+    recipe = [] if parsed.recipe is None else ["--recipe", str(parsed.recipe)]
+    own = [sys.executable, "-m", "gnomon", "serve", *recipe, str(parsed.run), *parsed.overrides, "host=127.0.0.1",
+           f"cache.memory_bytes={share}"]
+
+    bound = server.listen(settings.host, settings.port)
+    console.print(f"starting {fleet.replicas} replicas of {parsed.run} …")
+    ready = f"{fleet.replicas} replicas answer behind {server.address(bound)}. Ctrl-C ends them"
+    fleet_processes.run(lambda port: [*own, f"port={port}"], fleet, bound, lambda: console.print(ready))
 
 
 def chat(parsed: argparse.Namespace) -> None:
