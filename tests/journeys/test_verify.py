@@ -41,3 +41,12 @@ def test_wrong_names_and_folders(checkpoint, tmp_path, capsys):
     capsys.readouterr()
     assert main(["verify", str(checkpoint), "--list"]) == 0
     assert "thinking stripped" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="the inference model needs the C++ library")
+def test_verify_a_run(base, capsys):
+    """A run's own fp32 weights come within rounding of the model that was trained."""
+    assert main(["verify", str(base.run), "--only", "meaning", "--only", "recurrent", "--only", "edited", "--json", "-"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
+    assert rows["meaning"]["bound"] == 1e-3
+    assert rows["recurrent"]["worst"] == rows["edited"]["worst"] == 0

@@ -37,7 +37,7 @@ WORDS = ("river", "stone", "under", "seven", "light", "paper", "garden", "north"
 class RemoteSubject:
     """A server at `url` (…/v1). Raises `ConfigError` where it cannot be reached or gives no log-probabilities."""
 
-    seeds = salts = False
+    seeds = False
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, tolerance: float = TOLERANCE, client: Any = None):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -50,6 +50,7 @@ class RemoteSubject:
         self.chat = False
         self.chat = not self._takes("completions")
         self.way = next(way for way in WAYS if self._allows(way))
+        self.salts = self.way == "cache_salt"  # a server that refuses what it does not know, and knows this
         self.noise = self._noise()
         self.bound = max(tolerance, NOISE * self.noise)
 
@@ -114,6 +115,8 @@ class RemoteSubject:
             body |= {"messages": [{"role": "user", "content": ask.prompt}], "logprobs": True, "top_logprobs": TOP}
         else:
             body |= {"prompt": ask.prompt, "logprobs": TOP}
+        if ask.cached and ask.salt:
+            body["cache_salt"] = f"{self.run}-{ask.salt}"
         if not ask.cached:
             body |= {"cache_salt": f"{self.run}-{next(self._numbers)}"} if "cache_salt" in self.way else {}
             body |= {"cache_prompt": False} if "cache_prompt" in self.way else {}
