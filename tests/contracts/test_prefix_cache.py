@@ -172,6 +172,16 @@ def test_pages_are_copied_before_a_second_sequence_writes(block, page_tokens):
     assert cached == [49 // block * block] * 3
 
 
+def test_a_page_that_only_begins_alike_is_not_taken_over():
+    w = world(block=8, page_tokens=16)
+    shared = ids(8, 1)
+    talks = [w.open(shared + ids(20, seed)) for seed in (2, 3)]
+    w.step([(talk, talk.todo[:16]) for talk in talks])
+    w.step([(talk, talk.todo) for talk in talks])
+    w.check()
+    assert len({talk.held.pages[0].item() for talk in talks}) == 2
+
+
 def test_what_is_not_kept_is_gone_unless_others_use_it():
     w = world()
     shared, own = ids(24, 1), ids(24, 2)

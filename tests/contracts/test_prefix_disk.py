@@ -98,7 +98,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
         world(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "renamed", "emptied", "absent"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "renamed", "emptied", "absent", "forged"])
 def test_damage_is_a_miss_and_never_a_wrong_state(tmp_path, damage):
     w = world(tmp_path)
     say(w, PROMPT)
@@ -108,6 +108,9 @@ def test_damage_is_a_miss_and_never_a_wrong_state(tmp_path, damage):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
+    elif damage == "forged":
+        segment = read(path)
+        write(path, dataclasses.replace(segment, tokens=segment.tokens[::-1]))
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-20])
     elif damage == "renamed":
