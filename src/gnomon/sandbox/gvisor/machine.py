@@ -49,6 +49,10 @@ class Home(Protocol):
         """A control group with the machine's limits for its next instance, where there are any."""
         ...
 
+    def hurry(self, machine: Machine, fast: bool) -> None:
+        """Lift the machine's bound on processors for a moment, or set it again."""
+        ...
+
     def note(self, machine: Machine) -> None:
         """The machine's state or processes have changed."""
         ...
@@ -98,6 +102,7 @@ class Machine:
         await self.guest.connect(from_guest, to_guest)
         self.home.note(self)
         await self.guest.go(instance=secrets.token_hex(16), **identity)
+        self.home.hurry(self, fast=False)
         self.state = "running"
         self.home.note(self)
 
@@ -216,12 +221,14 @@ class Machine:
         shutil.rmtree(image, ignore_errors=True)
         image.mkdir(parents=True)
         await self.guest.hold(stop=stop)
+        self.home.hurry(self, fast=True)
         self.guest.parting = True
         try:
             await self.home.runsc.verb(self.folder, "checkpoint", f"--image-path={image}", self.name, seconds=300.0)
         except BaseException:
             shutil.rmtree(image, ignore_errors=True)
             self.guest.parting = False
+            self.home.hurry(self, fast=False)
             with contextlib.suppress(SandboxError):
                 await self.guest.go()
             raise
