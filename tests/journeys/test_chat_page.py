@@ -32,6 +32,7 @@ def page(browser: Chromium, server_url: str) -> Chromium:
     """The chat page, ready to be typed into."""
     browser.complaints.clear()
     browser.open(server_url)
+    browser.until("document.body.dataset.model === 'tiny'")
     browser.evaluate("sessionStorage.clear(); localStorage.clear(); delete document.body.dataset.model; location.reload()")
     browser.until("document.readyState === 'complete' && document.body.dataset.model === 'tiny'")
     browser.evaluate("document.getElementById('text').focus()")

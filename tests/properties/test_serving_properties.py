@@ -81,8 +81,8 @@ def everything(description: schemathesis.BaseSchema, examples: int) -> dict[int,
 
 
 def test_anything_that_the_description_allows(description: schemathesis.BaseSchema) -> None:
-    statuses = everything(description, 10)
-    assert statuses[200] > 5 and statuses[404] > 0
+    statuses = everything(description, 6)
+    assert statuses[200] > 3 and statuses[404] > 0
 
 
 @pytest.mark.slow
