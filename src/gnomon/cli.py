@@ -15,6 +15,7 @@ from typing import NoReturn
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
 from gnomon.plan import command as plan
+from gnomon.sandbox import command as sandbox
 from gnomon.serve import command as serve
 from gnomon.serve import verify_command as verify
 from gnomon.train import command as train
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change before showing")
 
+    sandbox.declare(verbs.add_parser("sandbox", help="run untrusted programs; images, snapshots, the E2B API"))
     plan.declare(verbs.add_parser("plan", help="what fits, which wall binds, which knob is cheapest to turn"))
     verbs.add_parser("kernels", help="each operator and implementation on this machine: used, or refused and why")
     return top
@@ -147,7 +149,7 @@ def _kernels(parsed: argparse.Namespace) -> None:
 
 
 VERBS = {"tour": _tour, "train": train.train, "sample": train.sample, "export": train.export, "serve": serve.serve, "chat": serve.chat,
-         "verify": verify.run, "show": _show, "plan": plan.run, "kernels": _kernels}
+         "verify": verify.run, "show": _show, "sandbox": sandbox.run, "plan": plan.run, "kernels": _kernels}
 
 if __name__ == "__main__":
     sys.exit(main())

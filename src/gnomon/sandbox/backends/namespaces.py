@@ -14,9 +14,9 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gnomon.errors import CapacityError, ConfigError, SandboxError, SandboxLost, Unsupported
+from gnomon.sandbox import owners
 from gnomon.sandbox.images import Image
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.network import Egress
@@ -25,10 +25,8 @@ from gnomon.sandbox.ns.channel import Channel, Refused
 from gnomon.sandbox.ns.host import Zygote, explained
 from gnomon.sandbox.ns.keeping import Keeping
 from gnomon.sandbox.ns.machine import Machine, Root
+from gnomon.sandbox.registry import Registry, Traces
 from gnomon.sandbox.sandbox import Capabilities, Command, Network, Sandbox, Snapshot, Spec
-
-if TYPE_CHECKING:
-    from gnomon.sandbox.registry import Registry
 
 BIRTH_SECONDS = 60.0
 MIN_MEMORY, MIN_DISK, MIN_PROCESSES, MIN_FILES, MIN_INODES = 16 << 20, 1 << 20, 4, 16, 64
@@ -120,13 +118,17 @@ class Backend(Keeping):
         id = secrets.token_hex(8)
         root = Root(upper=id, below=below, host=image.host, image=image)
         machine = Machine(id=id, spec=spec, zygote=zygote, root=root, owner=self)
-        await self.hold(zygote, (f"@{id}", *below))
+        await self.claim(machine)
+        try:
+            await self.hold(zygote, (f"@{id}", *below))
+        except BaseException:
+            if self.registry is not None:
+                self.registry.release(id)
+            raise
         try:
             await self.boot(machine)
             if spec.network != Network():
                 await self.connect(machine, spec.network)
-            if self.registry is not None:
-                await asyncio.to_thread(self.registry.claim, id, self.name, spec)
         except BaseException:
             machine.state = "gone"
             await asyncio.shield(self.end(machine))
@@ -134,6 +136,20 @@ class Backend(Keeping):
         self.machines[id] = machine
         await machine.set_timeout(spec.ttl_seconds)
         return machine
+
+    async def claim(self, machine: Machine) -> None:
+        """Have it recorded before anything of it is made. Raises `SandboxError` if its idempotency key is another process's."""
+        if self.registry is not None:
+            record = await asyncio.to_thread(self.registry.claim, machine.id, self.name, machine.spec)
+            if record.id != machine.id:
+                raise SandboxError(f"sandbox {record.id} of process {record.owner.pid} has the idempotency key '{record.idempotency_key}'")
+
+    def note(self, machine: Machine) -> None:
+        """Have its state and first process recorded."""
+        if self.registry is not None and machine.state != "gone":
+            start = owners.start_ticks(machine.first) if machine.first else None
+            traces = Traces(processes=((machine.first, start),)) if start is not None else Traces()
+            self.registry.update(machine.id, state="running" if machine.state == "running" else "paused", traces=traces)
 
     async def boot(self, machine: Machine) -> None:
         """A first process on the machine's layers, and the conversation with it."""
@@ -149,7 +165,7 @@ class Backend(Keeping):
         born = machine.channel.expect(0)
         born.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            await machine.zygote.create(numbers, names, theirs)
+            machine.first = await machine.zygote.create(numbers, names, theirs)
         except BaseException:
             machine.channel.close("it was never born")
             raise
@@ -159,6 +175,7 @@ class Backend(Keeping):
             await asyncio.wait_for(born, BIRTH_SECONDS)
         except (Refused, TimeoutError, SandboxLost) as error:
             raise explained(error if str(error) else SandboxError("no sign of life"), "creating a sandbox") from None
+        self.note(machine)
 
     def environment(self, machine: Machine) -> dict[str, str]:
         """What the image sets, and where the network is."""

@@ -86,14 +86,14 @@ class Zygote:
         except Refused as error:
             raise explained(error, doing) from None
 
-    async def create(self, numbers: Sequence[int], names: Sequence[str], connection: socket.socket) -> None:
-        """Have a sandbox forked that will answer on the other end of `connection`."""
+    async def create(self, numbers: Sequence[int], names: Sequence[str], connection: socket.socket) -> int:
+        """Have a sandbox forked that will answer on the other end of `connection`; the number of its first process, 0 where unknown."""
         channel = self.channel
         call = channel.number()
         answer = channel.expect(call)
         try:
             channel.send(wire.pack(wire.CREATE, call, numbers, [name.encode() for name in names]), [connection.fileno()])
-            await answer
+            return (await answer)[2][0]
         except (Refused, OSError) as error:
             raise explained(error, "creating a sandbox") from None
         finally:

@@ -82,6 +82,10 @@ class Owner(Protocol):
         """Other rules for its network."""
         ...
 
+    def note(self, machine: Machine) -> None:
+        """Its state has changed."""
+        ...
+
     async def end(self, machine: Machine) -> None:
         """Its end; twice is no error."""
         ...
@@ -93,6 +97,7 @@ class Machine:
     def __init__(self, *, id: str, spec: Spec, zygote: Zygote, root: Root, owner: Owner) -> None:
         self.id, self.spec, self.zygote, self.root, self.owner = id, spec, zygote, root, owner
         self.network = spec.network
+        self.first = 0
         self.channel: Channel
         self.ready: asyncio.Future[wire.Frame]
         self.state: Literal["running", "frozen", "stopped", "gone"] = "running"
@@ -246,6 +251,7 @@ class Machine:
                 self.state = "stopped"
                 await self.zygote.ask(wire.SEAL, (), self.root.upper, doing=f"stopping {self.id}")
                 self.channel.close("the sandbox is stopped")
+            self.owner.note(self)
 
     async def _freeze(self) -> None:
         channel = self._awake()
@@ -272,6 +278,7 @@ class Machine:
             elif self.state == "stopped":
                 await self.owner.revive(self)
             self.state = "running"
+            self.owner.note(self)
 
     async def snapshot(self, name: str | None = None, *, memory: bool = False) -> Snapshot:
         """Keep the files. Of a stopped sandbox nothing is copied; of another one the writable layer is, while its programs stand still."""

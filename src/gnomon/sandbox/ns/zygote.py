@@ -110,7 +110,7 @@ class Zygote:
             calls.setns(self.pids, calls.NEWPID)
         if box.group is not None:
             box.group.close_joins()
-        self.reply(wire.pack(wire.OK, call))
+        self.reply(wire.pack(wire.OK, call, (0 if self.rootless else box.pid,)))  # an ordinary user's has its own process list
 
     def child(self, order: birth.Order, box: Box, users: int, owner: int, control: int) -> None:
         """In the new process: become the sandbox, serve, and never return."""
