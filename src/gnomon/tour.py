@@ -5,6 +5,7 @@ in `tour.json`, and the training run's own report beside them. The same command 
 Read next: `recipes/tour.toml` for the run, then whichever step you want to see at full size.
 """
 
+import asyncio
 import json
 import lzma
 import os
@@ -23,7 +24,7 @@ from rich.text import Text
 import gnomon
 from gnomon.data.shards import Shards
 from gnomon.data.tokenizer import Tokenizer
-from gnomon.errors import ConfigError
+from gnomon.errors import ConfigError, SandboxError
 from gnomon.kernels import mxfp, native
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.generate import Sampling, generate
@@ -31,6 +32,8 @@ from gnomon.model.inference import InferenceModel, refuse, runner
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
 from gnomon.plan.scaleup import TIMES, scaled
+from gnomon.sandbox.branches import two_branches
+from gnomon.sandbox.layers import LayerStore
 from gnomon.serve.demonstration import converse
 from gnomon.serve.runner import TorchRunner
 from gnomon.train import metrics
@@ -71,6 +74,7 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     _export(console, model, tokenizer, Path(out), figures, shards)
     _costs(console, recipe.model, recipe.stages[-1].context)
     _scale(console, recipe, figures)
+    _sandbox(console, Path(out), figures)
     figures["seconds"] = time.monotonic() - began
     _farewell(console, Path(out), recipe.run, figures)
     return figures
@@ -265,7 +269,7 @@ def _scale(console: Console, recipe: TrainRecipe, figures: dict[str, Any]) -> No
     here = larger.rows[0]
     figures["hundredfold"] = {row.machine: {"seconds": row.seconds.value, "memory_bytes": row.memory_bytes, "wall": row.wall}
                               for row in larger.rows}
-    _step(console, f"7  What would {TIMES} times as much take?", (
+    _step(console, f"8  What would {TIMES} times as much take?", (
         f"{TIMES} times the compute of this run: {format_count(larger.model.activated_parameters())} parameters at work on "
         f"{format_count(larger.tokens)} tokens. On this machine [bold]{here.wall}[/] is the wall that comes first, by the speed just "
         f"measured; memory would be {here.memory_share:.0%} full."))
@@ -278,6 +282,20 @@ def _scale(console: Console, recipe: TrainRecipe, figures: dict[str, Any]) -> No
         table.add_row(row.machine, format_seconds(row.seconds.value), band, format_bytes(row.memory_bytes), money, row.wall)
     console.print(table)
     console.print("Any other question: gnomon plan train --hardware h200:8 --model 1B time=7d (docs/planner.md)")
+
+
+def _sandbox(console: Console, out: Path, figures: dict[str, Any]) -> None:
+    try:
+        seen = asyncio.run(two_branches(LayerStore(out / "sandboxes")))
+    except SandboxError as error:
+        _step(console, "9  An isolated machine, forked", f"Left out: {error}")
+        return
+    figures["sandbox"] = {"backend": seen.backend, "reward": seen.reward, "fork_seconds": seen.fork_seconds}
+    _step(console, "9  An isolated machine, forked", (
+        f"An agent's work needs a machine that it may break. Here is one ({seen.backend}, {seen.isolation} isolation), paused in "
+        f"{seen.pause_seconds * 1e3:.1f} ms while the model thinks, then forked twice in {seen.fork_seconds * 1e3:.0f} ms. One branch is "
+        f"wrecked: {seen.files_wrecked} of {seen.files_before} files left. The other is graded: reward [bold]{seen.reward:g}[/]. The "
+        f"original still has {seen.files_after}. Yours: gnomon sandbox run -- python3 -c 'print(6 * 7)' (docs/sandbox.md)"))
 
 
 def _farewell(console: Console, out: Path, run_folder: Path, figures: dict[str, Any]) -> None:

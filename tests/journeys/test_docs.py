@@ -43,7 +43,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_console(text: str) -> None:
     """Run each command of a console block and compare its output with what the page shows."""
     search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PATH": search, "COLUMNS": "100"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PATH": search, "COLUMNS": "100",
+                                "GNOMON_SANDBOX_HOME": str(Path.cwd() / "sandboxes")}
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, expected = part.partition("\n")
         command = re.sub(r"^gnomon\b", f"{sys.executable} -m gnomon", command)

@@ -29,7 +29,7 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
     figures = tour.run(data=[texts], out=out, overrides=SHORT)
     shown = capsys.readouterr().out
     for title in ("Tokenizer and pre-training", "Longer than it was trained", "Prediction is compression", "What it writes", "Served",
-                  "Out into the world", "a million times larger"):
+                  "Out into the world", "a million times larger", "An isolated machine, forked"):
         assert title in shown
 
     assert figures["loss_last"] < figures["loss_first"]
