@@ -1,4 +1,4 @@
-"""What `gnomon sandbox` does: one coroutine for each word after it, each returning an exit status. Read `command.py` first."""
+"""What `gnomon sandbox` does: one coroutine for each word after it, each returning an exit status. Read `words.py` first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gnomon.errors import ConfigError, SandboxError
-from gnomon.sandbox import command, listing, owners, reaper
+from gnomon.sandbox import listing, owners, reaper, words
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.open import open_backend, survey
 from gnomon.sandbox.reach import call
@@ -36,8 +36,8 @@ GRACE_SECONDS = 60.0
 async def run(parsed: argparse.Namespace) -> int:
     """A program in a sandbox of its own."""
     if not parsed.argv and not parsed.detach:
-        raise ConfigError(f"which program? {command.EXAMPLE}")
-    spec = command.spec(parsed)
+        raise ConfigError("which program? for example: gnomon sandbox run -- python3 -c 'print(6 * 7)'")
+    spec = words.spec(parsed)
     if parsed.detach:
         return await asyncio.to_thread(_detach, parsed, dataclasses.asdict(spec))
     async with _opened(parsed) as (backend, _):
@@ -72,7 +72,7 @@ async def ls(parsed: argparse.Namespace) -> int:
 async def exec(parsed: argparse.Namespace) -> int:  # the name of the word
     """A program in a sandbox of another process."""
     registry = Registry(LayerStore())
-    record = registry.get(command.one(registry, parsed.id))
+    record = registry.get(words.one(registry, parsed.id))
     assert record is not None
     if (why := registry.why_dead(record)) is not None:
         raise SandboxError(f"sandbox {record.id} is dead: {why}; `gnomon sandbox gc` removes it")
@@ -93,7 +93,7 @@ async def kill(parsed: argparse.Namespace) -> int:
     registry = Registry(LayerStore())
     if not parsed.ids and not parsed.all:
         raise ConfigError("which sandboxes? name their ids (gnomon sandbox ls), or --all")
-    ids = [record.id for record in registry.list()] if parsed.all else [command.one(registry, prefix) for prefix in parsed.ids]
+    ids = [record.id for record in registry.list()] if parsed.all else [words.one(registry, prefix) for prefix in parsed.ids]
     failed = []
     for id in ids:
         try:
@@ -210,7 +210,7 @@ async def serve(parsed: argparse.Namespace) -> int:
     if not keys:
         raise ConfigError("gnomon sandbox serve lets nobody in without a key: set E2B_API_KEY to one of 16 characters or more, as in "
                           "E2B_API_KEY=e2b_$(python3 -c 'import secrets; print(secrets.token_hex(20))')")
-    templates = {"base": "host", **command.pairs(parsed.template, "--template")}
+    templates = {"base": "host", **words.pairs(parsed.template, "--template")}
     settings = Settings(keys=keys, templates=templates, default_seconds=parse_seconds(parsed.timeout))
     async with _opened(parsed) as (backend, store):
         running = server.server(server.build(backend, settings, store), parsed.host, parsed.port)
