@@ -136,7 +136,8 @@ class RemoteSubject:
             body = response.json()
             choice = body["choices"][0]
             said = choice.get("text", (choice.get("message") or {}).get("content"))
-            silent = choice.get("logprobs") is None and said == ""  # an end at once, or half a character: nothing that could be compared
+            # an end at once, or part of a character, of which llama.cpp says nothing: nothing that could be compared
+            silent = choice.get("logprobs") is None and said is not None and not said.strip("\ufffd")
             tokens, top = ((), ()) if silent else (_chat if self.chat else _completion)(choice["logprobs"])
             details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
             return Answer(tokens=tokens, top=top, cached=details.get("cached_tokens"))
