@@ -274,6 +274,8 @@ async function answer(parent) {
   node.seconds = (performance.now() - began) / 1000;
   for (const call of node.calls) if (node.reason !== "tool_calls") call.whole = false;
   running = null;
+  clearTimeout(drawing); // a drawing on its way would take the focus from a field of the finished message
+  drawing = 0;
   store();
   draw();
   if (matchMedia("(hover: hover)").matches) $("text").focus();
