@@ -6,10 +6,13 @@ import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnomon.agent import trajectory_file
 from gnomon.agent.harbor import Entry, HarborTask, read, write
 from gnomon.agent.harbor_schema import Agent, Artifact, Environment, HarborConfig, Verifier
 from gnomon.agent.task import Budget, Check, Task
 from gnomon.agent.toml_text import to_toml
+from gnomon.agent.trajectory import Span, Trajectory, Turn
+from gnomon.data.messages import Message, Text, ToolCall
 
 text = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 words = st.text("abcdefghij", min_size=1, max_size=8)
@@ -50,3 +53,59 @@ def test_harbor_directories(tmp_path_factory, metadata, env, limit, artifacts, i
     task = HarborTask(name="t", config=config, files={path: Entry(data=data) for path, data in files.items()})
     back = read(write(task, tmp_path_factory.mktemp("task") / "t"))
     assert back.config == config and {path: entry.content for path, entry in back.files.items()} == files and not back.unknown
+
+
+ids = st.lists(st.integers(0, 200_000), max_size=5).map(tuple)
+
+
+@st.composite
+def spans(draw):
+    tokens = draw(ids)
+    if draw(st.booleans()):
+        return Span(token_ids=tokens)
+    numbers = st.floats(-50, 0)
+    return Span(token_ids=tokens, logprobs=tuple(draw(numbers) for _ in tokens), policy_version=draw(st.integers(0, 3)),
+                loss_mask=tuple(draw(st.booleans()) for _ in tokens))
+
+
+@st.composite
+def trajectories(draw):
+    made = Trajectory(id="t", task_id="task")
+    for count in range(draw(st.integers(0, 8))):
+        parent = draw(st.none() | st.integers(0, count - 1)) if count else None
+        message = Message(role=draw(st.sampled_from(["user", "assistant"])), content=(Text(text=draw(text)),),
+                          reasoning=draw(st.none() | text),
+                          tool_calls=tuple(ToolCall(id=i, name="f", arguments=a)
+                                           for i, a in draw(st.lists(st.tuples(words, text), max_size=1))))
+        made = made.appended(Turn(messages=(message,), spans=tuple(draw(st.lists(spans(), max_size=3))), parent=parent))
+    return made
+
+
+@settings(max_examples=60)
+@given(trajectories())
+def test_token_identity(tmp_path_factory, made):
+    path = tmp_path_factory.mktemp("trajectory") / "t.jsonl"
+    trajectory_file.write(made, path)
+    back = trajectory_file.read(path)
+    assert back == made
+    for i, turn in enumerate(made.turns):
+        before = made.token_ids(turn.parent) if turn.parent is not None else ()
+        assert back.token_ids(i) == before + turn.token_ids
+    pieces = [span for turn in made.turns for span in turn.spans if span.sampled]
+    wanted = sorted((t, v) for s in pieces for t, v, m in zip(s.token_ids, s.logprobs, s.loss_mask, strict=True) if m)
+    assert sorted((t, v) for s in back.samples() for t, v, m in zip(s.token_ids, s.logprobs, s.loss_mask, strict=True) if m) == wanted
+
+
+@settings(max_examples=40)
+@given(trajectories())
+def test_growing_never_rewrites(tmp_path_factory, made):
+    path = tmp_path_factory.mktemp("trajectory") / "t.jsonl"
+    before = b""
+    with trajectory_file.TrajectoryFile(path, Trajectory(id="t", task_id="task")) as file:
+        for turn in made.turns:
+            earlier = file.trajectory
+            file.append(turn)
+            assert file.trajectory.turns[:-1] == earlier.turns
+            now = path.read_bytes()
+            assert now.startswith(before) and now.endswith(b"\n")
+            before = now

@@ -104,8 +104,8 @@ class Task:
         if self.image is None and (self.files or self.artifacts):
             raise DataError(f"task {self.id}: 'files' or 'artifacts' without an 'image' to hold them; `host` is one that is always there")
         for name, paths in (("files", self.files), ("artifacts", self.artifacts), ("workdir", (self.workdir,))):
-            for path in filter(None, paths):
-                if not path.startswith("/") or ".." in path.split("/") or "\0" in path:
+            for path in paths:
+                if path is not None and (not path.startswith("/") or ".." in path.split("/") or "\0" in path):
                     raise DataError(f"task {self.id}: '{name}': {path!r}; write an absolute path without '..'")
 
     def to_json(self) -> dict[str, Any]:
