@@ -6,11 +6,13 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from sandbox_users import as_user, user_without_privileges
 
 from gnomon.errors import CapacityError, SandboxError, SandboxLost, Unsupported
 from gnomon.sandbox.backends.namespaces import Backend
@@ -303,3 +305,11 @@ def test_a_thousand_at_once() -> None:
         assert await asyncio.to_thread(all_gone, agents - {pid_of(backend)} if os.geteuid() == 0 else set())
 
     using(body)
+
+
+def test_many_sandboxes_of_one_user_do_not_share_a_limit() -> None:
+    """More sandboxes than each may have processes, as an ordinary user, whose user namespaces count upwards."""
+    with user_without_privileges() as user, tempfile.TemporaryDirectory() as folder:
+        done = as_user(user, Path(folder), "sandbox_many.py", "60")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "[]"

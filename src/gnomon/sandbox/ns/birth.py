@@ -90,8 +90,8 @@ def become(place: Place, order: Order, users: int, owner: int, counted: bool) ->
     root.furnish()
     with open("/proc/self/oom_score_adj", "wb") as file:
         file.write(OOM_SCORE)
-    limit(order, counted)
     enter_users(users)
+    limit(order, counted)  # in the new namespace: set before, the number of processes would bound all sandboxes of one user together
     calls.keep_capabilities(KEPT)
     os.umask(0o022)
     make_workdir(order.workdir)
