@@ -281,6 +281,24 @@ def test_folders_go_in_and_out(name: str, tmp_path: Path) -> None:
 
 
 @each
+def test_a_program_cannot_lead_a_second_download_astray(name: str, tmp_path: Path) -> None:
+    outside, target = tmp_path / "outside", tmp_path / "target"
+    outside.mkdir()
+
+    async def body(box: Sandbox) -> None:
+        made = await box.exec(sh(f"mkdir /tmp/w; ln -s {outside} /tmp/w/a; touch -d 3000-01-01 /tmp/w/late"))
+        assert made.code == 0, made
+        await box.download("/tmp/w", target)
+        await box.exec(sh("rm /tmp/w/a; mkdir /tmp/w/a; echo x > /tmp/w/a/file"))
+        with pytest.raises(SandboxError):
+            await box.download("/tmp/w", target)
+        assert "/tmp/w/late" in [entry.path for entry in await box.list("/tmp/w")]
+
+    run(name, body)
+    assert list(outside.iterdir()) == []
+
+
+@each
 def test_changes_are_seen(name: str) -> None:
     async def body(box: Sandbox) -> None:
         await box.exec(sh("mkdir -p /tmp/w/sub"))

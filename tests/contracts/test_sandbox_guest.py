@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +15,7 @@ from gnomon.errors import SandboxError, SandboxLost
 from gnomon.sandbox import guest
 from gnomon.sandbox.guest import files
 from gnomon.sandbox.guest.channel import FRAME, Guest
-from gnomon.sandbox.sandbox import Command
+from gnomon.sandbox.sandbox import Command, FileEvent
 
 AGENT = Path(guest.__file__).with_name("agent.py")
 HERE = ("/", "root" if os.geteuid() == 0 else str(os.geteuid()))
@@ -161,6 +162,7 @@ def test_changes_are_seen_as_they_happen(tmp_path: Path) -> None:
         await channel.go()
         events = channel.watch(str(tmp_path), recursive=True)
         first = asyncio.create_task(anext(events))
+        await asyncio.sleep(0)  # so that the watch is asked for before the list
         await files.listing(channel, str(tmp_path), 1)
         (tmp_path / "new").write_text("x")
         event = await asyncio.wait_for(first, 10)
@@ -222,3 +224,66 @@ while True:
 
     with_agent(use, (sys.executable, "-c", liar))
     assert not (tmp_path.parent / "escape").exists()
+
+
+class Rows:
+    """An agent that lists what it likes; the content of every file is the same."""
+
+    def __init__(self, *rows: list[object]) -> None:
+        self.rows = rows
+
+    async def call(self, header: dict[str, Any], payload: bytes = b"", *, part: Callable[[bytes], None], seconds: float = 0.0) -> None:
+        part(json.dumps(self.rows).encode() if header["op"] == "list" else b"from inside")
+
+
+def test_a_link_of_an_earlier_download_is_not_followed_by_a_later_one(tmp_path: Path) -> None:
+    outside, target = tmp_path / "outside", tmp_path / "target"
+    outside.mkdir()
+    link = Rows(["/w/a", "symlink", 0, 0o777, 0.0, str(outside)])
+    through = Rows(["/w/a", "directory", 0, 0o755, 0.0, None], ["/w/a/file", "file", 11, 0o644, 0.0, None])
+    asyncio.run(files.download(cast(Guest, link), "/w", target))
+    with pytest.raises(SandboxError, match="downloading"):
+        asyncio.run(files.download(cast(Guest, through), "/w", target))
+    assert list(outside.iterdir()) == []
+    onto = Rows(["/w/a", "file", 11, 0o644, 0.0, None])
+    asyncio.run(files.download(cast(Guest, onto), "/w", target))
+    assert (target / "a").read_bytes() == b"from inside"
+    assert not (target / "a").is_symlink()
+
+
+def test_many_files_are_bounded_together(tmp_path: Path) -> None:
+    many = Rows(*[[f"/w/{number}", "file", 11, 0o644, 0.0, None] for number in range(9)])
+    with pytest.raises((SandboxError, ValueError)):
+        asyncio.run(files.download(cast(Guest, many), "/w", tmp_path / "target", max_bytes=50))
+    assert sum(path.stat().st_size for path in (tmp_path / "target").iterdir()) <= 50
+
+
+@pytest.mark.parametrize("row", [b"[[1]]", b"[7]", b"{}", b"7", b'[["/x","file","x",[],{},1]]', b'[["/x","file",1e999,0,0,null]]'])
+def test_whoever_waits_is_told_whatever_a_reply_is_made_of(row: bytes) -> None:
+    async def use(channel: Guest) -> None:
+        call = asyncio.ensure_future(files.listing(channel, "/", 1))
+        await asyncio.sleep(0)
+        channel.open.set()
+        await asyncio.sleep(0.05)
+        with pytest.raises(SandboxLost, match="must not"):
+            await asyncio.wait_for(call, 20.0)
+
+    head = json.dumps({"ev": "part", "id": 1}).encode()
+    frame = FRAME.pack(len(head), len(row)) + head + row
+    if row == b"{}":
+        frame = FRAME.pack(len(head), 2) + head + b"{x"
+    with_agent(use, (sys.executable, "-c", f"import os,time; os.read(0,9); os.write(1, {frame!r}); time.sleep(60)"))
+
+
+def test_the_end_is_told_past_a_watch_that_nobody_reads() -> None:
+    async def run() -> None:
+        channel, ended = Guest("here"), []
+        channel.on_lost = lambda: ended.append(True)
+        queue: asyncio.Queue[FileEvent | None] = asyncio.Queue(1)
+        queue.put_nowait(FileEvent(path="/x", kind="write"))
+        channel.watchers[1] = queue
+        channel.end("it is over")
+        assert ended
+        assert queue.get_nowait() is None
+
+    asyncio.run(run())

@@ -81,8 +81,7 @@ class Guest:
                 future.exception()
         for process in self.processes.values():
             process.fail(self.lost)
-        for queue in self.watchers.values():
-            queue.put_nowait(None)
+        self._end_watches()
         self.replies.clear()
         self.open.set()
         self.drained.set()
@@ -92,10 +91,15 @@ class Guest:
         """The machine goes on without the programs and watches that it had."""
         for process in self.processes.values():
             process.fail(SandboxError(f"sandbox {self.name}: {why}"))
-        for queue in self.watchers.values():
-            queue.put_nowait(None)
+        self._end_watches()
         self.processes.clear()
         self.watchers.clear()
+
+    def _end_watches(self) -> None:
+        for queue in self.watchers.values():
+            if queue.full():  # its reader is slow; one change less, but it learns of the end
+                queue.get_nowait()
+            queue.put_nowait(None)
 
     async def _read(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport) -> None:
         why = "it ended"
@@ -113,8 +117,8 @@ class Guest:
             return
         except (asyncio.IncompleteReadError, OSError):
             pass
-        except (ValueError, RecursionError) as error:
-            why = f"its agent sent what it must not: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever a reply does to us ends the machine, and nobody is left waiting
+            why = f"its agent sent what it must not: {type(error).__name__}: {error}"
         finally:
             transport.close()
         if not self.parting:

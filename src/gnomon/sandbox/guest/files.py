@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any, Literal, cast
 
 from gnomon.errors import SandboxError
 from gnomon.sandbox.guest.channel import Guest
+from gnomon.sandbox.landing import MAX_BYTES, Landing, parts_below
 from gnomon.sandbox.sandbox import FileInfo
 
 PIECE = 1 << 18
@@ -103,50 +103,40 @@ async def _upload_file(guest: Guest, source: Path, path: str) -> None:
             piece = following
 
 
-async def download(guest: Guest, path: str, target: Path, max_bytes: int = 1 << 34) -> None:
-    """Copy a file or folder out. Folders and files come first and links last, so that no link is ever written through."""
+async def download(guest: Guest, path: str, target: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Copy a file or folder out, `max_bytes` in all. Links come last and none is followed, not even one that was there before."""
     try:
         entries = await listing(guest, path, 64)
     except SandboxError:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        await _download_file(guest, path, target, 0o644, max_bytes)
+        with Landing(target.parent, max_bytes) as landing:
+            await _download_file(guest, path, landing, (target.name,), 0o644)
         return
-    target.mkdir(parents=True, exist_ok=True)
-    links: list[tuple[Path, str]] = []
-    for entry in entries:
-        place = _below(target, path, entry.path)
-        if entry.kind == "directory":
-            place.mkdir(exist_ok=True)
-        elif entry.kind == "file":
-            await _download_file(guest, entry.path, place, entry.mode & 0o777, max_bytes)
-        elif entry.kind == "symlink" and entry.target is not None:
-            links.append((place, entry.target))
-    for place, content in links:
-        with contextlib.suppress(FileExistsError):
-            place.symlink_to(content)
+    placed = [(entry, parts_below(path, entry.path)) for entry in entries]
+    try:
+        with Landing(target, max_bytes) as landing:
+            for entry, parts in placed:
+                if entry.kind == "directory":
+                    landing.folder(parts)
+                elif entry.kind == "file":
+                    await _download_file(guest, entry.path, landing, parts, entry.mode)
+            for entry, parts in placed:
+                if entry.kind == "symlink" and entry.target is not None:
+                    landing.link(parts, entry.target)
+    except OSError as error:
+        raise SandboxError(f"downloading {path} to {target}: {error.strerror} ({error.filename})") from None
 
 
-def _below(target: Path, root: str, path: str) -> Path:
-    """Where an entry belongs, refusing every path that is not plainly below the root that was asked for."""
-    parts = PurePosixPath(path).parts
-    prefix = PurePosixPath(root).parts
-    below = parts[len(prefix) :]
-    if parts[: len(prefix)] != prefix or not below or ".." in below or "\0" in path:
-        raise SandboxError(f"the sandbox named {path!r} as an entry of {root!r}")
-    return target.joinpath(*below)
-
-
-async def _download_file(guest: Guest, path: str, target: Path, mode: int, max_bytes: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    handle = os.open(target, flags, mode & 0o777)
-    with os.fdopen(handle, "wb") as file:
+async def _download_file(guest: Guest, path: str, landing: Landing, parts: tuple[str, ...], mode: int) -> None:
+    bound = landing.left
+    with landing.file(parts, mode) as file:
 
         def take(piece: bytes) -> None:
-            if file.tell() + len(piece) > max_bytes:
+            if file.tell() + len(piece) > bound:
                 raise ValueError("a file beyond its bound")
+            landing.count(len(piece))
             file.write(piece)
 
-        await guest.call({"op": "read", "path": _absolute(path), "max": max_bytes}, part=take, seconds=600.0)
+        await guest.call({"op": "read", "path": _absolute(path), "max": bound}, part=take, seconds=600.0)
 
 
 def _absolute(path: str) -> str:

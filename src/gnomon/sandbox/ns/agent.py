@@ -50,7 +50,7 @@ class Agent:
         for frame in frames:
             self.out += frame
 
-    def fail(self, call: int, error: OSError | KeyError | ValueError) -> None:
+    def fail(self, call: int, error: OSError | KeyError | ValueError | RecursionError) -> None:
         """Tell the host that a call failed."""
         number = error.errno or errno.EIO if isinstance(error, OSError) else errno.EINVAL
         text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error.args[0] if error.args else error)
@@ -349,7 +349,7 @@ class Agent:
         for frame in self.splitter.feed(data):
             try:
                 self.request(frame)
-            except (OSError, KeyError, ValueError) as error:
+            except (OSError, KeyError, ValueError, RecursionError) as error:
                 self.fail(frame[1], error)
         return bool(data)
 

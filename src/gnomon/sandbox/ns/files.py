@@ -17,6 +17,7 @@ STEP = 200
 MAX_ENTRIES = 200_000
 KINDS = {stat.S_IFREG: 0, stat.S_IFDIR: 1, stat.S_IFLNK: 2}
 ATTEMPTS = 5
+LAST_MOMENT = (1 << 63) - 1
 
 
 def open_regular(path: bytes, flags: int, mode: int = 0) -> int:
@@ -75,7 +76,8 @@ def entry_frame(call: int, path: bytes, status: os.stat_result) -> bytes:
     """One entry of a directory."""
     kind = KINDS.get(stat.S_IFMT(status.st_mode), 3)
     target = os.readlink(path) if kind == 2 else b""
-    return wire.pack(wire.ENTRY, call, (kind, status.st_size, stat.S_IMODE(status.st_mode), status.st_mtime_ns), (path, target))
+    moment = min(max(status.st_mtime_ns, -LAST_MOMENT), LAST_MOMENT)  # a program may set any time, also one that no frame can hold
+    return wire.pack(wire.ENTRY, call, (kind, status.st_size, stat.S_IMODE(status.st_mode), moment), (path, target))
 
 
 def entries(call: int, path: bytes, depth: int) -> Iterator[bytes | None]:

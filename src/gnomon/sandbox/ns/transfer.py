@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import stat
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
 from gnomon.errors import SandboxError
+from gnomon.sandbox.landing import Landing, parts_below
 from gnomon.sandbox.ns import wire
 from gnomon.sandbox.ns.channel import Channel, Refused
 from gnomon.sandbox.sandbox import FileInfo
@@ -37,7 +37,10 @@ def checked(path: str) -> bytes:
     """An absolute path as bytes; raises `SandboxError` for any other."""
     if not path.startswith("/") or "\0" in path or len(path) > 4096:
         raise SandboxError(f"{path!r:.200} is not an absolute path of a sandbox")
-    return path.encode("utf-8", "surrogateescape")
+    try:
+        return path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise SandboxError(f"{path!r:.200} is no path: it holds half a character") from None
 
 
 class Listing:
@@ -116,44 +119,6 @@ async def upload(channel: Channel, source: Path, path: str) -> None:
             task.cancel()
 
 
-def open_below(top: int, parts: tuple[str, ...], make: bool) -> int:
-    """A descriptor of a directory below another, no link followed on the way."""
-    here = os.dup(top)
-    for part in parts:
-        try:
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=here)
-            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-        finally:
-            os.close(here)
-        here = below
-    return here
-
-
-def save(top: int, parts: tuple[str, ...], data: bytes, mode: int) -> None:
-    """A file below a directory; one that is there is replaced, a link never followed."""
-    folder = open_below(top, parts[:-1], True)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(parts[-1], dir_fd=folder)
-        fd = os.open(parts[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode & 0o777, dir_fd=folder)
-        with open(fd, "wb") as file:
-            file.write(data)
-    finally:
-        os.close(folder)
-
-
-def parts_below(top: str, path: str) -> tuple[str, ...]:
-    """The names from a directory down to an entry that an agent named; raises `SandboxError` for one that is not below it."""
-    parts = PurePosixPath(path).parts
-    start = PurePosixPath(top).parts
-    rest = parts[len(start) :]
-    if parts[: len(start)] != start or not rest or any(part in ("..", ".", "") or "/" in part or "\0" in part for part in rest):
-        raise SandboxError(f"the sandbox names {path!r:.200}, which is not below {top}")
-    return rest
-
-
 async def download(sandbox: Readable, path: str, target: Path) -> None:
     """A file, or a folder with everything below it, to the host. Set-user bits are not kept, devices and pipes are left out."""
     found = await sandbox.list(path, 0)
@@ -161,36 +126,34 @@ async def download(sandbox: Readable, path: str, target: Path) -> None:
         raise SandboxError(f"{path}: there is no such file to download")
     info = found[0]
     if info.kind != "directory":
-        data = await sandbox.read(path, MAX_DOWNLOAD)
-        parent = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            await asyncio.to_thread(save, parent, (target.name,), data, info.mode)
-        finally:
-            os.close(parent)
+        with Landing(target.parent) as landing:
+            await _file(sandbox, path, landing, (target.name,), info.mode)
         return
-    target.mkdir(parents=True, exist_ok=True)
-    top = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        await _folder(sandbox, path, top)
+        with Landing(target) as landing:
+            await _folder(sandbox, path, landing)
     except OSError as error:
         raise SandboxError(f"downloading {path} to {target}: {error.strerror} ({error.filename})") from None
-    finally:
-        os.close(top)
 
 
-async def _folder(sandbox: Readable, path: str, top: int) -> None:
+async def _file(sandbox: Readable, path: str, landing: Landing, parts: tuple[str, ...], mode: int) -> None:
+    data = await sandbox.read(path, min(MAX_DOWNLOAD, landing.left))
+    landing.count(len(data))
+
+    def save() -> None:
+        with landing.file(parts, mode) as file:
+            file.write(data)
+
+    await asyncio.to_thread(save)
+
+
+async def _folder(sandbox: Readable, path: str, landing: Landing) -> None:
     entries = [(entry, parts_below(path, entry.path)) for entry in await sandbox.list(path, 256)]
     for entry, parts in entries:
         if entry.kind == "directory":
-            os.close(open_below(top, parts, True))
+            landing.folder(parts)
         elif entry.kind == "file":
-            await asyncio.to_thread(save, top, parts, await sandbox.read(entry.path, MAX_DOWNLOAD), entry.mode)
+            await _file(sandbox, entry.path, landing, parts, entry.mode)
     for entry, parts in entries:
         if entry.kind == "symlink":
-            folder = open_below(top, parts[:-1], True)
-            try:
-                os.symlink(entry.target or "", parts[-1], dir_fd=folder)
-            except FileExistsError:
-                pass
-            finally:
-                os.close(folder)
+            landing.link(parts, entry.target or "")

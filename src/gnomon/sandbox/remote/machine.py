@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self, cast
 import e2b
 
 from gnomon.errors import SandboxError, SandboxLost, Unsupported
+from gnomon.sandbox.landing import Landing, parts_below
 from gnomon.sandbox.remote.errors import told
 from gnomon.sandbox.remote.program import RemoteProgram
 from gnomon.sandbox.sandbox import MEGABYTE, Capabilities, Command, FileEvent, FileInfo, Network, PauseLevel, Result, Snapshot, Spec, Usage
@@ -145,31 +146,25 @@ class RemoteMachine:
         with told(f"reading {path}"):
             info = await self.remote.files.get_info(_absolute(path), user=self.spec.user)
         if _kind(info) != "directory":
-            await self._get(path, target, info.mode)
+            with Landing(target.parent) as landing:
+                await self._get(path, landing, (target.name,), info.mode)
             return
-        target.mkdir(parents=True, exist_ok=True)
-        links: list[tuple[Path, str]] = []
-        for entry in await self.list(path, 64):
-            parts = PurePosixPath(entry.path).relative_to(path).parts
-            if not parts or ".." in parts:
-                raise SandboxError(f"sandbox {self.id} named {entry.path!r} as an entry of {path!r}")
-            place = target.joinpath(*parts)
-            if entry.kind == "directory":
-                place.mkdir(exist_ok=True)
-            elif entry.kind == "file":
-                await self._get(entry.path, place, entry.mode)
-            elif entry.target is not None:
-                links.append((place, entry.target))
-        for place, content in links:
-            with contextlib.suppress(FileExistsError):
-                place.symlink_to(content)
+        placed = [(entry, parts_below(path, entry.path)) for entry in await self.list(path, 64)]
+        with Landing(target) as landing:
+            for entry, parts in placed:
+                if entry.kind == "directory":
+                    landing.folder(parts)
+                elif entry.kind == "file":
+                    await self._get(entry.path, landing, parts, entry.mode)
+            for entry, parts in placed:
+                if entry.kind == "symlink" and entry.target is not None:
+                    landing.link(parts, entry.target)
 
-    async def _get(self, path: str, target: Path, mode: int) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode & 0o777)
-        with os.fdopen(handle, "wb") as file, told(f"reading {path}"):
+    async def _get(self, path: str, landing: Landing, parts: tuple[str, ...], mode: int) -> None:
+        with landing.file(parts, mode) as file, told(f"reading {path}"):
             async with await self.remote.files.read(path, format="stream", user=self.spec.user) as pieces:
                 async for piece in pieces:
+                    landing.count(len(piece))
                     file.write(piece)
 
     async def watch(self, path: str, *, recursive: bool = False) -> AsyncIterator[FileEvent]:
