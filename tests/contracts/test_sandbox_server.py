@@ -1,7 +1,9 @@
 """The E2B server at the level of bytes: who is let in, what is bounded, how slow a client may be. Over a stand-in that isolates nothing."""
 
 import asyncio
+import base64
 import gzip
+import hashlib
 import json
 import os
 import socket
@@ -11,6 +13,7 @@ import tempfile
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -185,6 +188,42 @@ def test_a_sandbox_opens_only_to_its_own_token(port: int, made: dict[str, Any]) 
         assert ask(port, "POST", "/files?path=/tmp/x", b"", X_Access_Token=made["envdAccessToken"])[0] == 400
     finally:
         assert ask(port, "DELETE", f"/sandboxes/{other['sandboxID']}", X_API_Key=KEYS[0])[0] == 204
+
+
+def test_an_address_signed_for_reading_does_not_write(port: int, made: dict[str, Any], tmp_path: Path) -> None:
+    place = tmp_path / "kept"
+    place.write_text("before")
+    words = f"{place}:read::{made['envdAccessToken']}".encode()
+    signature = "v1_" + base64.b64encode(hashlib.sha256(words).digest()).decode().rstrip("=")
+    address = "/files?" + urllib.parse.urlencode({"path": place, "signature": signature})
+    named = {"E2b_Sandbox_Id": made["sandboxID"]}
+    assert ask(port, "GET", address, **named)[2] == b"before"
+    for method in ("HEAD", "POST", "PUT", "PATCH", "DELETE"):
+        ask(port, method, address, b"after", **named)
+        assert place.read_text() == "before", method
+
+
+def test_the_host_header_opens_nothing(port: int) -> None:
+    for host in ("x/health?", "x/health#", "x/files?", "49983-absent00.x/health?"):
+        assert ask(port, "GET", "/v2/sandboxes", Host=host)[0] in (400, 401)
+
+
+def test_files_of_any_name_and_any_time_are_listed(port: int, made: dict[str, Any], tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/\xff\xfe"
+    Path(os.fsdecode(odd)).write_text("odd")
+    os.utime(odd, (1 << 40, 1 << 40))
+    said = json.dumps({"path": str(tmp_path)}).encode()
+    status, _, body = ask(port, "POST", "/filesystem.Filesystem/ListDir", said, Content_Type="application/json", **inside(made))
+    assert status == 200, body
+    assert json.loads(body)["entries"][0]["name"].encode("utf-8", "surrogateescape") == b"\xff\xfe"
+
+
+def test_a_gzip_without_its_end_is_refused(port: int, made: dict[str, Any], tmp_path: Path) -> None:
+    whole = gzip.compress(b"all of it" * 1000)
+    headers = {**inside(made), "Content_Type": "application/octet-stream", "Content_Encoding": "gzip"}
+    assert ask(port, "POST", f"/files?path={tmp_path}/a", whole[:-9], **headers)[0] == 400
+    assert not (tmp_path / "a").exists()
+    assert ask(port, "POST", f"/files?path={tmp_path}/a", whole, **headers)[0] == 200
 
 
 def test_bodies_are_bounded(port: int, made: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Gate:
 
     async def _admit(self, request: Request) -> int:
         """How large the body may be. Raises `Refusal` for who may not come in."""
-        path = request.url.path
+        path = request.scope["path"]  # the one that routes go by; that of `request.url` depends on the Host header
         identifier = sandbox_of(request)
         if path.startswith(DATA_PLANE) or (path == "/health" and identifier is not None):
             if identifier is None:
@@ -88,7 +88,7 @@ class Gate:
         """The token of a request, or the sandbox's own where a signed address stands for it."""
         query = request.query_params
         box = self.desk.boxes.get(identifier)
-        if request.url.path == "/files" and "signature" in query and box is not None:
+        if request.scope["path"] == "/files" and "signature" in query and box is not None:
             return box.token if signed(request, box.token) else None
         return request.headers.get("x-access-token")
 
@@ -172,7 +172,8 @@ class DataPlane:
         routes += [Route(path, self._call(stream, work), methods=["POST"]) for path, work in streams.items()]
         feed = self._call(client_stream, lambda box: box.programs.stream_input)
         routes.append(Route("/process.Process/StreamInput", feed, methods=["POST"]))
-        routes.append(Route("/files", self.files, methods=["GET", "POST", "PUT"]))
+        for methods, files in ((["GET"], self.download), (["POST", "PUT"], self.upload)):
+            routes.append(Route("/files", files, methods=methods))
         routes.append(Route("/health", self.health))
         return routes
 
@@ -186,20 +187,24 @@ class DataPlane:
         """204: the server, or the sandbox that the request names, is there; and what its isolation is worth."""
         return Response(status_code=204, headers={"X-Gnomon-Isolation": (await self.desk.capabilities()).isolation})
 
-    async def files(self, request: Request) -> Response:
-        """The content of files."""
+    async def download(self, request: Request) -> Response:
+        """The content of a file."""
         box: Box = request.state.box
+        return await self._files(box, box.files.download(request))
+
+    async def upload(self, request: Request) -> Response:
+        """Content for files."""
+        box: Box = request.state.box
+        return await self._files(box, box.files.upload(request, self.desk.settings.max_upload_bytes))
+
+    async def _files(self, box: Box, answer: Awaitable[Response]) -> Response:
         try:
-            if request.method == "GET":
-                return await box.files.download(request)
-            return await box.files.upload(request, self.desk.settings.max_upload_bytes)
+            return await answer
         except SandboxLost as error:
             self.desk.forget(box)
             return failed(error)
         except GnomonError as error:
             return failed(error)
-
-
 
 
 def build(backend: Backend, settings: Settings, store: LayerStore | None = None) -> ASGIApp:

@@ -118,6 +118,14 @@ def parsed(data: bytes) -> dict[str, Any]:
     return message
 
 
+class Json(JSONResponse):
+    """A reply in ASCII: names of files need not be text, and what stands for their bytes has no other form."""
+
+    def render(self, content: Any) -> bytes:
+        """The content as bytes."""
+        return json.dumps(content, allow_nan=False).encode()
+
+
 def text_of(message: Mapping[str, Any], name: str, default: str | None = None) -> str:
     """A field that must be text."""
     value = message.get(name, default)
@@ -136,12 +144,12 @@ async def unary(request: Request, work: Callable[[dict[str, Any], Call], Awaitab
         message = parsed(await request.body())
         try:
             async with asyncio.timeout(call.timeout_seconds):
-                return JSONResponse(await work(message, call))
+                return Json(await work(message, call))
         except TimeoutError:
             raise Refusal(504, "the call took longer than its timeout", "deadline_exceeded") from None
     except GnomonError as error:
         told = refusal(error)
-        return JSONResponse({"code": told.code, "message": str(told)}, status_code=told.status)
+        return Json({"code": told.code, "message": str(told)}, status_code=told.status)
 
 
 def envelope(message: Mapping[str, Any], flags: int = 0) -> bytes:

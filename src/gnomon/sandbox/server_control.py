@@ -9,12 +9,12 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gnomon.errors import ConfigError, GnomonError, SandboxLost
 from gnomon.sandbox.sandbox import MEGABYTE
-from gnomon.sandbox.server_connect import Refusal, parsed, refusal
+from gnomon.sandbox.server_connect import Json, Refusal, parsed, refusal
 from gnomon.sandbox.server_desk import Box, Desk, network_of
 
 ENVD_VERSION = "0.5.7"
@@ -28,7 +28,7 @@ def failed(error: GnomonError) -> Response:
     """An error in the words of the control plane."""
     told = refusal(error)
     headers = {"Should-Retry": "false"} if told.status == 503 else None
-    return JSONResponse({"code": told.status, "message": str(told)}, status_code=told.status, headers=headers)
+    return Json({"code": told.status, "message": str(told)}, status_code=told.status, headers=headers)
 
 
 class Control:
@@ -111,12 +111,12 @@ class Control:
     async def create(self, request: Request) -> Response:
         """A new sandbox."""
         wishes = parsed(await request.body())
-        return JSONResponse(self._made(await self.desk.create(wishes, request.headers.get("idempotency-key"))), status_code=201)
+        return Json(self._made(await self.desk.create(wishes, request.headers.get("idempotency-key"))), status_code=201)
 
     async def listing(self, request: Request) -> Response:
         """Sandboxes that fit a query, a page at a time."""
         query = request.query_params
-        states = query.get("state", "running" if request.url.path == "/sandboxes" else "running,paused").split(",")
+        states = query.get("state", "running" if request.scope["path"] == "/sandboxes" else "running,paused").split(",")
         wanted = {unquote(name): unquote(value) for name, value in parse_qsl(query.get("metadata", ""))}
         after = _moment(query.get("startedAfter"))
         template = query.get("template")
@@ -130,13 +130,13 @@ class Control:
         ]
         rows.sort(key=lambda box: (box.started, box.id), reverse=query.get("order", "desc") != "asc")
         page, headers = _page(rows, query)
-        return JSONResponse([self._told(box) for box in page], headers=headers)
+        return Json([self._told(box) for box in page], headers=headers)
 
     async def detail(self, request: Request) -> Response:
         """All about one sandbox."""
         box = self._box(request)
         life = {"onTimeout": "pause" if box.auto_pause else "kill", "autoResume": box.auto_resume}
-        return JSONResponse({**self._told(box), "envdAccessToken": box.token, "lifecycle": life, "allowInternetAccess": False})
+        return Json({**self._told(box), "envdAccessToken": box.token, "lifecycle": life, "allowInternetAccess": False})
 
     async def kill(self, request: Request) -> Response:
         """End a sandbox."""
@@ -157,7 +157,7 @@ class Control:
         if wishes.get("memory") is False:
             raise Refusal(400, "memory: a paused sandbox cannot be rebooted here; kill it and start from a snapshot")
         resumed = await self.desk.resume(box, self.desk.seconds(wishes) if "timeout" in wishes else None)
-        return JSONResponse(self._made(box), status_code=201 if resumed else 200)
+        return Json(self._made(box), status_code=201 if resumed else 200)
 
     async def timeout(self, request: Request) -> Response:
         """End a sandbox's time this long from now."""
@@ -187,7 +187,7 @@ class Control:
             {"sandbox": self._made(child)} if isinstance(child, Box) else {"error": {"code": child.status, "message": str(child)}}
             for child in results
         ]
-        return JSONResponse(rows, status_code=201)
+        return Json(rows, status_code=201)
 
     async def snapshot(self, request: Request) -> Response:
         """Keep a sandbox's state under a name."""
@@ -197,7 +197,7 @@ class Control:
         if name is not None and not isinstance(name, str):
             raise Refusal(400, "name must be text")
         made = await self.desk.snapshot(box, name, wishes.get("memory"))
-        return JSONResponse({"snapshotID": made.name, "names": [made.name]}, status_code=201)
+        return Json({"snapshotID": made.name, "names": [made.name]}, status_code=201)
 
     async def network(self, request: Request) -> Response:
         """Replace a sandbox's rules."""
@@ -221,7 +221,7 @@ class Control:
             "timestamp": _date(now),
             "timestampUnix": int(now),
         }
-        return JSONResponse([row])
+        return Json([row])
 
     async def snapshots(self, request: Request) -> Response:
         """The snapshots of this server, newest first."""
@@ -233,7 +233,7 @@ class Control:
             if origin in (None, source) and name in (None, made.name, made.id)
         ]
         page, headers = _page(rows, query)
-        return JSONResponse([{"snapshotID": made.name, "names": [made.name]} for made in page], headers=headers)
+        return Json([{"snapshotID": made.name, "names": [made.name]} for made in page], headers=headers)
 
     async def templates(self, request: Request) -> Response:
         """The names that a sandbox can be made from."""
@@ -263,14 +263,14 @@ class Control:
             }
             for name in names
         ]
-        return JSONResponse(rows)
+        return Json(rows)
 
     async def alias(self, request: Request) -> Response:
         """Whether a template of this name exists."""
         name = request.path_params["name"]
         if not self._exists(name):
             raise Refusal(404, f"template '{name}' not found")
-        return JSONResponse({"templateID": name, "public": False})
+        return Json({"templateID": name, "public": False})
 
     def _exists(self, name: str) -> bool:
         if name in self.desk.settings.templates or name in self.desk.snapshots:
@@ -283,13 +283,14 @@ class Control:
     async def remove_template(self, request: Request) -> Response:
         """Forget a snapshot."""
         name = request.path_params["name"].removesuffix(":latest")
-        known = self.desk.snapshots.pop(name, None)
+        known = self.desk.snapshots.pop(name, None) is not None
         if self.desk.store is not None:
             try:
                 self.desk.store.forget(name)
+                known = True
             except ConfigError:
-                known = None
-        if known is None:
+                known = False
+        if not known:
             raise Refusal(404, f"template '{name}' not found")
         return Response(status_code=204)
 
@@ -311,7 +312,7 @@ def _moment(text: str | None) -> datetime.datetime | None:
 def _page(rows: list[Any], query: Mapping[str, str]) -> tuple[list[Any], dict[str, str]]:
     """A page of rows, and the header that names the next one."""
     limit, begin = query.get("limit", str(MAX_PAGE)), query.get("nextToken", "0")
-    if not (limit.isascii() and limit.isdigit() and begin.isascii() and begin.isdigit()) or not 1 <= int(limit) <= MAX_PAGE:
+    if not all(text.isascii() and text.isdigit() and len(text) < 10 for text in (limit, begin)) or not 1 <= int(limit) <= MAX_PAGE:
         raise Refusal(400, f"limit from 1 to {MAX_PAGE}, nextToken as it was given")
     end = int(begin) + int(limit)
     return rows[int(begin) : end], {"x-next-token": str(end)} if end < len(rows) else {}

@@ -297,6 +297,6 @@ def network_of(wishes: Mapping[str, Any]) -> Network:
         raise Refusal(400, "allow_internet_access: sandboxes here have no open network; name hosts in network.allow_out")
     if not all(isinstance(host, str) and host for host in allowed):
         raise Refusal(400, "allowOut must be a list of hosts")
-    if any("/" in host or host in ("*", "0.0.0.0") for host in allowed):
+    if any("/" in host or host.partition(":")[0] in ("*", "0.0.0.0") for host in allowed):
         raise Refusal(400, "allowOut: hosts by name only, no address ranges")
     return Network(allow=tuple(host if ":" in host else f"{host}:*" for host in allowed))

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import posixpath
 import secrets
+import shutil
 import stat
 import tempfile
 import zlib
@@ -16,23 +17,24 @@ from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
 from gnomon.errors import GnomonError, SandboxError
 from gnomon.sandbox import server_form
 from gnomon.sandbox.sandbox import Command, FileInfo, Sandbox
-from gnomon.sandbox.server_connect import Call, Refusal, text_of
+from gnomon.sandbox.server_connect import Call, Json, Refusal, text_of
 
 PIECE = 1 << 16
 MAX_WATCHERS = 64
 MAX_EVENTS = 4096
+LAST_SECOND = 253_402_300_799.0  # of the year 9999, which dates end with
 KINDS = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY", "symlink": "FILE_TYPE_SYMLINK", "other": "FILE_TYPE_UNSPECIFIED"}
 MODES = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "symlink": stat.S_IFLNK, "other": 0}
 
 
 def entry_of(info: FileInfo, owner: str) -> dict[str, Any]:
     """One entry in the words of the wire."""
-    moment = datetime.datetime.fromtimestamp(info.modified_seconds, datetime.UTC)
+    moment = datetime.datetime.fromtimestamp(min(max(info.modified_seconds, 0.0), LAST_SECOND), datetime.UTC)  # programs set any time
     entry = {
         "name": posixpath.basename(info.path) or "/",
         "type": KINDS[info.kind],
@@ -230,6 +232,8 @@ class Files:
         clean = BackgroundTask(_remove, folder)
         try:
             await self.sandbox.download(path, folder / "content")
+            if not (folder / "content").is_file():
+                raise Refusal(400, f"path is a directory: {path}")
         except BaseException:
             await clean()
             raise
@@ -254,7 +258,7 @@ class Files:
                 local = Path(folder) / "content"
                 await _receive(request, local, max_bytes)
                 written.append(await self._put(local, self.path(named, user), user))
-        return JSONResponse(written)
+        return Json(written)
 
     async def _put(self, local: Path, path: str, user: str | None) -> dict[str, Any]:
         found = await self.info(path)
@@ -291,6 +295,8 @@ async def _receive(request: Request, local: Path, max_bytes: int) -> None:
                 if total > max_bytes:
                     raise Refusal(413, f"more than {max_bytes} bytes")
                 file.write(data)
+    if unpacker is not None and not unpacker.eof:
+        raise Refusal(400, "the gzip ends too early")
 
 
 async def _stop(watcher: Watcher) -> None:
@@ -300,6 +306,4 @@ async def _stop(watcher: Watcher) -> None:
 
 
 def _remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
