@@ -292,6 +292,38 @@ def test_a_root_that_others_can_write_is_refused(tmp_path):
         LayerStore(root)
 
 
+def test_folders_that_somebody_else_made_are_refused(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root can give a folder to somebody else")
+    root = tmp_path / "shared"
+    root.mkdir()
+    os.chmod(root, 0o1777)
+    (root / "layers").mkdir()
+    os.chown(root / "layers", 65534, 65534)
+    with pytest.raises(SandboxError, match="not a folder of yours"):
+        LayerStore(root)
+    (root / "layers").rmdir()
+    (root / "layers").symlink_to(tmp_path)
+    with pytest.raises(SandboxError, match="not a folder of yours"):
+        LayerStore(root)
+
+
+def test_nobody_else_comes_to_the_layers(tmp_path):
+    root = tmp_path / "store"
+    (root / "layers").mkdir(parents=True, mode=0o755)
+    assert (LayerStore(root).root / "layers").stat().st_mode & 0o077 == 0
+
+
+def test_one_store_by_two_names_keeps_its_owner_alive(tmp_path):
+    (tmp_path / "alias").symlink_to(tmp_path / "store")
+    store = LayerStore(tmp_path / "store")
+    store.scratch()
+    alias = LayerStore(tmp_path / "alias")
+    alias.gc()
+    owner = owners.own(store.root / "owners")
+    assert (store.root / "owners" / owner.id).exists()
+
+
 def test_the_place_of_the_store(monkeypatch, tmp_path):
     monkeypatch.setenv("GNOMON_SANDBOX_HOME", str(tmp_path / "here"))
     assert layers.default_root() == tmp_path / "here"

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -67,16 +68,27 @@ class LayerStore:
     """
 
     def __init__(self, root: Path | None = None) -> None:
-        self.root = (root or default_root()).absolute()
+        self.root = (root or default_root()).resolve()  # one name for one store: locks are per process and file
         with trees.room("making the store of sandboxes", self.root):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.root.stat()
+            if status.st_uid != os.geteuid() or (status.st_mode & 0o022 and not status.st_mode & 0o1000):
+                raise SandboxError(f"{self.root} can be written by other users; `chmod go-w` it, or let GNOMON_SANDBOX_HOME name your own")
             for name in _FOLDERS:
-                (self.root / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = self.root.stat()
-        if status.st_uid != os.geteuid() or (status.st_mode & 0o022 and not status.st_mode & 0o1000):
-            raise SandboxError(f"{self.root} can be written by other users; `chmod go-w` it, or let GNOMON_SANDBOX_HOME name your own")
+                self._own_folder(self.root / name)
         self._guard = threading.Lock()
         self._counts: dict[str, int] = {}
         self._pid = os.getpid()
+
+    @staticmethod
+    def _own_folder(folder: Path) -> None:
+        """Make a folder of the store; in a root like `/tmp` somebody else may have made it before, to fill it with what root would run."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
+            raise SandboxError(f"{folder} is not a folder of yours; remove it, or let GNOMON_SANDBOX_HOME name an empty folder")
+        if status.st_mode & 0o077:  # layers hold set-user programs, which are harmless only where nobody else comes
+            folder.chmod(0o700)
 
     # --- images -------------------------------------------------------------------------------------------------------------------
 
