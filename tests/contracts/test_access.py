@@ -104,9 +104,10 @@ def test_the_log_is_lines_of_json() -> None:
     assert record["request"] == "r1" and record["seconds"] == 0.1235 and "key" not in record and record["note"] == "ü\n"
     text = io.StringIO()
     log = RequestLog("text", text)
-    log.record(status=200)
+    log.record(status=200, path="/a\nforged=1 \x1b[2J", session="x" * 100_000)
     log.close()
-    assert "status=200" in text.getvalue()
+    [line] = text.getvalue().splitlines()
+    assert "status=200" in line and r'path="/a\nforged=1 \u001b[2J"' in line and len(line) < 5000
 
 
 def test_a_log_that_cannot_be_written_stops_nothing() -> None:

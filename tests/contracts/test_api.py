@@ -335,10 +335,12 @@ def test_a_client_that_leaves_ends_its_request(server_url: str, scripted: Script
     assert len(scripted.closed) == 2
 
 
-def test_request_ids_and_headers(server_url: str) -> None:
+def test_request_ids_and_headers(server_url: str, scripted: ScriptedEngine) -> None:
     given = post(server_url, {"model": "tiny", "messages": HELLO}, headers={"x-request-id": "abc-1"})
     assert given.headers["x-request-id"] == "abc-1" and given.json()["id"] == "chatcmpl-abc-1"
     assert given.headers["x-content-type-options"] == "nosniff" and given.headers["cache-control"] == "no-store"
+    post(server_url, {"model": "tiny", "messages": HELLO}, headers={"x-request-id": "abc-1"})
+    assert len({request.id for request in scripted.requests}) == 2  # one that is tried again may meet the first on its way
     made = post(server_url, {"model": "tiny", "messages": HELLO}, headers={"x-request-id": "no good"})
     assert made.headers["x-request-id"] not in ("no good", "")
 

@@ -315,3 +315,9 @@ def test_grammars_that_cannot_be_are_refused(talker, tokenizer, grammar):
     with pytest.raises(ConfigError, match="'grammar'"):
         engine.submit(ask(sampling=Sampling(grammar=grammar)))
     assert engine.idle
+
+
+def test_a_grammar_that_gives_up_is_an_error_and_not_the_end_of_an_answer(talker, tokenizer):
+    sampling = Sampling(max_tokens=40, grammar=Grammar(kind="regex", text="a{1000}{1000}"))
+    said = finish(engine_of(talker, tokenizer=tokenizer), ask(sampling=sampling))["a"]
+    assert said[-1].reason == "error" and "the grammar cannot go on" in said[-1].error

@@ -84,23 +84,30 @@ class Constraint:
         """Which ids may come next; `None` while all may. Raises `ConfigError` when none may: the grammar is too complex to go on."""
         if self._free:
             return None
+        self._sound()
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(packed, bitorder="little").astype(np.bool_)[: self._size]
         allowed[self._reserved :] = False
         if self._matcher.is_accepting():
             allowed[list(self.stop_ids)] = True
-        if self._matcher.is_error() or not allowed.any():
-            raise ConfigError(f"the grammar cannot go on: {' '.join(self._matcher.get_error().split())[:300] or 'no id may follow'}")
+        self._sound()
+        if not allowed.any():
+            raise ConfigError("the grammar cannot go on: no id may follow")
         return allowed
 
+    def _sound(self) -> None:
+        """Raise `ConfigError` with llguidance's words where it gave up."""
+        if self._matcher.is_error():
+            raise ConfigError(f"the grammar cannot go on: {' '.join(self._matcher.get_error().split())[:300]}")
+
     def add(self, token: int) -> bool:
-        """A token was sampled; whether the grammar is complete and nothing may follow."""
+        """A token was sampled; whether the grammar is complete and nothing may follow. One that failed is not: `allowed` says so next."""
         if self._free:
             self._seen = (*self._seen, token)[-len(self._after) :]
             self._free = self._seen != self._after
             return False
         self._matcher.consume_token(token)
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
 class _Vocabulary:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 ENDLESS = 10_000  # lines that may wait; a log that nobody can write is no reason to stop answering
+LONGEST = 4000  # characters of a field; clients choose the length of some
 
 
 class RequestLog:
@@ -54,8 +55,16 @@ class RequestLog:
         fields = {name: _rounded(value) for name, value in record.items() if value is not None and name != "time"}
         if self._form == "json":
             return json.dumps({"time": moment, **fields}, ensure_ascii=False, default=str)
-        return f"{moment} " + " ".join(f"{name}={value}" for name, value in fields.items())
+        return f"{moment} " + " ".join(f"{name}={_one_line(value)}" for name, value in fields.items())
 
 
 def _rounded(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > LONGEST:
+        return value[:LONGEST] + "…"
     return round(value, 4) if isinstance(value, float) else value
+
+
+def _one_line(value: Any) -> str:
+    """A value for people. What a client sent may hold line breaks and commands for terminals; those are escaped."""
+    text = str(value)
+    return text if text.isprintable() else json.dumps(text)

@@ -72,7 +72,8 @@ class Service:
         prompts = await self.prompts(asked)
         tokens = min(self._output_tokens(asked, prompt) for prompt in prompts)
         seed = secrets.randbelow(2**63) if asked.seed is None else asked.seed
-        work = [(prompt, self._request(asked, prompt, f"{request_id}-{i * asked.n + j}", tokens, (seed + j) % 2**63))
+        own = f"{request_id}-{secrets.token_hex(8)}"  # a client may send two requests under one id
+        work = [(prompt, self._request(asked, prompt, f"{own}-{i * asked.n + j}", tokens, (seed + j) % 2**63))
                 for i, prompt in enumerate(prompts) for j in range(asked.n)]
         whole = sum(len(prompt.tokens) for prompt in prompts) + tokens * len(work)
         ticket = await self.admission.enter(asked.priority, max(len(prompt.tokens) for prompt in prompts), whole)
