@@ -223,7 +223,7 @@ def test_an_error_of_many_lines_is_printed_as_one(capsys: Capture, monkeypatch: 
 def test_help_and_import_are_quick_and_free_of_torch() -> None:
     program = ("import sys; sys.path.insert(0, sys.argv[1])\n"
                "import gnomon.cli\ntry: gnomon.cli.main(['--help'])\nexcept SystemExit: pass\n"
-               "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
+               "sys.exit(bool({'torch', 'numpy', 'asyncio', 'rich'} & set(sys.modules)))")
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -231,4 +231,4 @@ def test_help_and_import_are_quick_and_free_of_torch() -> None:
         seconds.append(time.perf_counter() - start)
         assert result.returncode == 0, result.stderr
         assert "kernels" in result.stdout
-    assert min(seconds) <= 0.2, seconds
+    assert min(seconds) <= 0.5, seconds  # a loose guard: benchmarks/startup.py measures

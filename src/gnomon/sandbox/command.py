@@ -6,7 +6,6 @@ Nothing heavy is imported until the verb runs. Read next: `open.py`, then `sandb
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,6 +91,8 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Do what the arguments say; for a program that ran, ends with its exit status."""
+    import asyncio
+
     from gnomon.sandbox import verbs
 
     status = asyncio.run(getattr(verbs, parsed.do)(parsed))
