@@ -313,3 +313,16 @@ def test_many_sandboxes_of_one_user_do_not_share_a_limit() -> None:
         done = as_user(user, Path(folder), "sandbox_many.py", "60")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "[]"
+
+
+def test_groups_of_somebody_else_are_left_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gnomon-0-0" / "below").mkdir(parents=True)
+    tried = []
+
+    def refuse(folder: str) -> None:
+        tried.append(folder)
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    assert cgroups.sweep({"pids": str(tmp_path), "cpu": str(tmp_path)}) == 0
+    assert len(tried) <= 2

@@ -58,24 +58,28 @@ def start_time(pid: int) -> str:
         return ""
 
 
-def remove(folder: str) -> bool:
-    """Remove a group and those below it; a group that is still emptying gets a moment."""
-    for _ in range(50):
+def remove(folder: str, attempts: int = 500) -> bool:
+    """Remove a group and those below it; a group that is still emptying gets a moment. False for one that stays, or is somebody else's."""
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(0.002)
         try:
             for name in os.listdir(folder):
                 if os.path.isdir(os.path.join(folder, name)):
-                    remove(os.path.join(folder, name))
+                    remove(os.path.join(folder, name), 1)
             os.rmdir(folder)
             return True
         except FileNotFoundError:
             return True
+        except PermissionError:
+            return False
         except OSError:
-            time.sleep(0.002)
+            continue
     return False
 
 
 def sweep(own: dict[str, str]) -> int:
-    """Remove the groups of zygotes that were killed; how many there were."""
+    """Remove the groups of zygotes that were killed; how many there were. What still holds processes is left to the reaper, at once."""
     count = 0
     for folder in set(own.values()):
         try:
@@ -85,7 +89,7 @@ def sweep(own: dict[str, str]) -> int:
         for name in names:
             pid, _, began = name.removeprefix(PREFIX).partition("-")
             if name.startswith(PREFIX) and pid.isdigit() and start_time(int(pid)) != began:
-                count += remove(os.path.join(folder, name))
+                count += remove(os.path.join(folder, name), 1)
     return count
 
 
