@@ -6,6 +6,7 @@ Precedence: field default → what `extends` names → the recipe → the overri
 
 import dataclasses
 import math
+import re
 import tomllib
 import types
 import typing
@@ -18,6 +19,9 @@ from gnomon.extend import suggestion
 
 T = TypeVar("T")
 _MISSING = dataclasses.MISSING
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_ESCAPED = re.compile(r'[\x00-\x1f\x7f"\\]')
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def setting(default: Any = _MISSING, doc: str = "", *, factory: Any = _MISSING, table: Any = None) -> Any:
@@ -218,9 +222,9 @@ def _write_table(value: Any, path: tuple[str, ...], lines: list[str], docs: bool
             tables.append((name, item, doc))
         elif item is not None or _may_be_none(value, name):
             comment = f"  # {doc}" if docs and doc else ""
-            lines.append(f"{_key(name)} = {_toml(item)}{comment}")
+            lines.append(f"{toml_key(name)} = {_toml(item)}{comment}")
     for name, item, doc in tables:
-        lines += ["", *([f"# {doc}"] if docs and doc else []), f"[{'.'.join(map(_key, (*path, name)))}]"]
+        lines += ["", *([f"# {doc}"] if docs and doc else []), f"[{'.'.join(map(toml_key, (*path, name)))}]"]
         _write_table(item, (*path, name), lines, docs)
 
 
@@ -232,8 +236,14 @@ def _may_be_none(owner: Any, name: str) -> bool:
     return found.default is not None and found.default is not _MISSING
 
 
-def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() else _toml(name)
+def toml_key(name: str) -> str:
+    """A key as TOML: bare where its letters allow it."""
+    return name if _BARE_KEY.fullmatch(name) else toml_string(name)
+
+
+def toml_string(text: str) -> str:
+    """A text as TOML, in quotes, whatever it holds."""
+    return '"' + _ESCAPED.sub(lambda found: _ESCAPES.get(found[0]) or f"\\u{ord(found[0]):04x}", text) + '"'
 
 
 def _toml(value: Any) -> str:
@@ -246,6 +256,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, (Mapping,)) or dataclasses.is_dataclass(value):
-        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in to_dict(value).items()) + "}"
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
-    return f'"{text}"'
+        return "{" + ", ".join(f"{toml_key(k)} = {_toml(v)}" for k, v in to_dict(value).items()) + "}"
+    return toml_string(str(value))

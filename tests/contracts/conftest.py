@@ -1,6 +1,12 @@
 """Shared by the contract tests."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,3 +24,16 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(4).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def on_ranks() -> Any:
+    """`on_ranks("program.py", 4)` runs a program of this folder under torchrun; returns the JSON of its last line."""
+    def run(program: str, ranks: int) -> Any:
+        here = Path(__file__).resolve().parent
+        environment = {**os.environ, "PYTHONPATH": str(here.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(here / program)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    return run

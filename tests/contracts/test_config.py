@@ -1,12 +1,13 @@
 """Recipes: strict, with paths and suggestions in every complaint; what is written reads back to an equal object."""
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from gnomon.config import from_dict, load, merge, read_toml, setting, to_dict, to_toml
+from gnomon.config import from_dict, load, merge, read_toml, setting, to_dict, to_toml, toml_key, toml_string
 from gnomon.errors import ConfigError
 
 
@@ -123,6 +124,11 @@ def test_tables_round_trip_through_dictionaries() -> None:
 
 def test_merge_keeps_what_is_not_overridden() -> None:
     assert merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 9}}) == {"a": {"b": 9, "c": 2}, "d": 3}
+
+
+@pytest.mark.parametrize("text", ["ключ", "a b", "", "a\x00\x1f\x7fb", 'quo"te\\', "line\nline\r\t", "a-b_9"])
+def test_any_text_is_a_key_and_a_value(text: str) -> None:
+    assert tomllib.loads(f"{toml_key(text)} = {toml_string(text)}") == {text: text}
 
 
 def test_every_recipe_in_the_repository_is_toml(repository: Path) -> None:

@@ -1,27 +1,17 @@
 """A stream over 2 and 3 ranks, cut in every awkward way: outputs and gradients of one rank; what is sent does not grow with the length."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from gnomon.errors import ConfigError
 from gnomon.parallel.context import Cut, stretches
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_stream_over_ranks_is_that_of_one(ranks: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name("context_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+def test_a_stream_over_ranks_is_that_of_one(ranks: int, on_ranks: Callable[[str, int], Any]) -> None:
+    found = on_ranks("context_ranks.py", ranks)
     assert len(found) == 12
     for name, every in found.items():
         exact = "float64" in name  # up to decay and beta, which are fp32 in any model

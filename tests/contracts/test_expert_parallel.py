@@ -1,24 +1,14 @@
 """Experts over 2 and 4 ranks: outputs and gradients of one rank, equal buffers, bytes as counted, for even and for hopeless routing."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_over_ranks_are_those_of_one(ranks: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name("expert_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+def test_experts_over_ranks_are_those_of_one(ranks: int, on_ranks: Callable[[str, int], Any]) -> None:
+    found = on_ranks("expert_ranks.py", ranks)
     assert len(found) == 18
     for name, every in found.items():
         assert max(rank["worst"] for rank in every) < 1e-6, name

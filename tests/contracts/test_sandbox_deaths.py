@@ -234,7 +234,8 @@ def test_nothing_is_left() -> None:
             (child,) = await boxes[0].fork()
             assert not isinstance(child, Exception)
             await asyncio.gather(*(box.kill() for box in (*boxes, child)))
-        assert (len(descendants(pid)), len(os.listdir("/proc/self/fd")), count(groups_of(pid))) == (processes, files, groups)
+        assert (len(descendants(pid)), count(groups_of(pid))) == (processes, groups)
+        assert len(os.listdir("/proc/self/fd")) <= files, "fewer is what an earlier test of this process let go meanwhile"
         assert (await first.exec(TRUE)).code == 0
 
     def count(folders: list[str]) -> int:

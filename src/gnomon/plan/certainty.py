@@ -45,6 +45,7 @@ class Doubt:
     record: Record
     loss_law: LossLaw
     _seen: dict[tuple[str, int], tuple[Outcome, Outcome]] = field(default_factory=dict)
+    _slower: dict[tuple[str, bool], dict[str, Record]] = field(default_factory=dict)
 
     def band(self, before: Side, after: Side, metric: Metric, *, local: bool = False) -> tuple[float, float]:
         """The 80 % band of a change of a metric, as a share of what it was, positive for better: its low and its high end.
@@ -63,7 +64,10 @@ class Doubt:
         """Square of the half-width that comes from the record."""
         width = math.log1p(max(_spread(before[0], name), _spread(after[0], name)))
         ratio = _logarithm(before[0], after[0], name)
-        moved = (self._moved(slower, before, after, name) for slower in slowed(self.record, before[0].choice.phase, name).items())
+        key = before[0].choice.phase, name == "first_token"
+        if key not in self._slower:
+            self._slower[key] = slowed(self.record, *key)
+        moved = (self._moved(slower, before, after, name) for slower in self._slower[key].items())
         apart = sum(x**2 for x in moved) / SMALL**2
         still = local or name in UNTIMED or (abs(ratio or 0.0) < 1e-9 and apart == 0)
         alike = 0.0 if still else ALIKE[_difference(before[0].choice, after[0].choice)] * width
@@ -84,7 +88,7 @@ class Doubt:
         return self._seen[key][1]
 
 
-def slowed(record: Record, phase: str, metric: str) -> dict[str, Record]:
+def slowed(record: Record, phase: str, first_token: bool) -> dict[str, Record]:
     """The record with one of its factors slower each, by the factor's name: longer fixed times, smaller shares of the sheet's rates.
 
     Only factors that enter a phase's figures; those of the first token only where it is asked for.
@@ -95,7 +99,7 @@ def slowed(record: Record, phase: str, metric: str) -> dict[str, Record]:
         return value / factor if name.endswith("efficiency") else value * factor
 
     found = {name: scaled(record, {name: slow(name, 1.0)}) for name in as_table(record.coefficients)}
-    if metric == "first_token" or phase == "rl":
+    if first_token or phase == "rl":
         found |= {f"first_token.{name}": replace(record, first_token=replace(record.first_token, **{name: slow(name, value)}))
                   for name, value in as_table(record.first_token).items() if name != "spread"}
     if phase != "serve":

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gnomon.data.dialects.openai_chat import EFFORTS, MOST_TOP_LOGPROBS
 from gnomon.data.dialects.openai_completions import MOST_LOGPROBS, MOST_PROMPTS
-from gnomon.data.dialects.openai_options import MOST_CHOICES, MOST_STOPS, PRIORITIES
+from gnomon.data.dialects.openai_options import EFFORTS, MOST_CHOICES, MOST_STOPS, MOST_TOP_LOGPROBS, PRIORITIES
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}

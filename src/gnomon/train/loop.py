@@ -250,13 +250,13 @@ def evaluate(parts: Parts, context: int) -> dict[str, float]:
 def _final_evaluation(parts: Parts, display: Display) -> list[HeldOut]:
     if not parts.mesh.is_main or not parts.material.held_out:
         return []
-    results = []
+    results, questions = [], long_questions(parts.material)
     for context in parts.recipe.evaluation_contexts():
         display.say(f"held-out text at context {context}")
         found = held_out(parts.model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
         with frozen(parts.model):
             samples = max(1, parts.recipe.evaluate.tokens // context)
-            answers = share_answered(parts.model, long_questions(parts.material), context, samples)
+            answers = share_answered(parts.model, questions, context, samples)
         results.append(replace(found, answers=answers))
     return results
 

@@ -23,8 +23,6 @@ from gnomon.data.messages import Conversation, Image, Message, Part, ResponseFor
 __all__ = ["Stream", "error", "read", "stream", "whole"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-EFFORTS = ("none", "low", "medium", "high", "max")
-MOST_TOP_LOGPROBS = 20
 NOT_HERE = {
     "audio": "is not supported: answers are text; leave it out",
     "function_call": "was replaced by 'tool_choice'; use that",
@@ -46,15 +44,14 @@ def read(body: Mapping[str, Any]) -> Asked:
     parallel = fields.flag("parallel_tool_calls")
     asked = Asked(conversation=conversation, max_tokens=_max_tokens(fields), top_logprobs=_top_logprobs(fields),
                   parallel_calls=parallel is not False, **chosen)
-    if asked.regex is not None and conversation.response_format is not None:
-        raise Refused("'regex' and 'response_format' are both given; keep one", "regex")
+    options.one_constraint(asked, "response_format")
     _refuse_others(fields)
     return asked
 
 
 def thought(fields: Fields) -> tuple[bool, str | None]:
     """Whether to think, and with which effort: `reasoning_effort` and `thinking`. Effort `none` is no thinking."""
-    effort = fields.choice("reasoning_effort", EFFORTS)
+    effort = fields.choice("reasoning_effort", options.EFFORTS)
     table = fields.object("thinking")
     wanted = table.choice("type", ("enabled", "disabled")) if table else None
     if wanted == "disabled" and effort not in (None, "none") or wanted == "enabled" and effort == "none":
@@ -212,7 +209,7 @@ def _max_tokens(fields: Fields) -> int | None:
 
 
 def _top_logprobs(fields: Fields) -> int | None:
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, options.MOST_TOP_LOGPROBS)
     if top is not None and not wanted:
         raise Refused("'top_logprobs' needs 'logprobs': true", "top_logprobs")
     return (top or 0) if wanted else None

@@ -10,13 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gnomon.data.dialects.asked import Cost, Ending, Refused, TokenLogprob
+from gnomon.data.dialects.asked import Asked, Cost, Ending, Refused, TokenLogprob
 from gnomon.data.dialects.fields import Fields, shown, wrong
 
 MOST_CHOICES = 16
 MOST_STOPS = 16
 MOST_TOKENS = 2**31 - 1
+MOST_TOP_LOGPROBS = 20
 PRIORITIES = ("interactive", "batch")
+EFFORTS = ("none", "low", "medium", "high", "max")
 # Known to OpenAI's API and without effect on the answer here: nothing is stored, billed or predicted.
 WITHOUT_EFFECT = ("metadata", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
                   "service_tier", "store", "verbosity")
@@ -39,6 +41,12 @@ def sampling(body: Fields) -> dict[str, Any]:
         "priority": body.choice("priority", PRIORITIES) or "interactive",
         "deadline_seconds": body.number("deadline_seconds", 0.001, 1e6),
     }
+
+
+def one_constraint(asked: Asked, place: str) -> None:
+    """Refuse a regular expression beside a response format at `place`: both would bind the answer."""
+    if asked.regex is not None and asked.conversation is not None and asked.conversation.response_format is not None:
+        raise Refused(f"'regex' and '{place}' are both given; keep one", "regex")
 
 
 def streaming(body: Fields) -> dict[str, Any]:

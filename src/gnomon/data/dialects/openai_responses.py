@@ -22,8 +22,6 @@ from gnomon.data.messages import Conversation, ResponseFormat, Tool
 
 __all__ = ["Stream", "error", "read", "stream", "whole"]
 
-EFFORTS = ("none", "low", "medium", "high", "max")
-MOST_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 WITHOUT_EFFECT = ("access_programs", "background_options", "context_management", "image", "max_tool_calls")
@@ -44,7 +42,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     tools = tuple(_tool(entry) for entry in fields.objects("tools"))
     check_names(tools, "tools")
     reasoning, text = fields.object("reasoning"), fields.object("text")
-    effort = reasoning.choice("effort", EFFORTS) if reasoning else None
+    effort = reasoning.choice("effort", options.EFFORTS) if reasoning else None
     conversation = Conversation(
         messages=items.messages(fields), tools=tools, thinking=effort != "none",
         effort=None if effort == "none" else effort,  # type: ignore[arg-type]
@@ -53,8 +51,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     parallel = fields.flag("parallel_tool_calls")
     asked = Asked(conversation=conversation, max_tokens=fields.integer("max_output_tokens", 1, options.MOST_TOKENS),
                   top_logprobs=_top_logprobs(fields), parallel_calls=parallel is not False, **chosen)
-    if asked.regex is not None and conversation.response_format is not None:
-        raise Refused("'regex' and 'text.format' are both given; keep one", "regex")
+    options.one_constraint(asked, "text.format")
     if fields.choice("truncation", ("auto", "disabled")) == "auto":
         raise Refused("'truncation' is auto; input is never dropped here: leave it out, and shorten 'input' yourself", "truncation")
     fields.without_effect(*WITHOUT_EFFECT)
@@ -101,7 +98,7 @@ def _top_logprobs(fields: Fields) -> int | None:
     for name in included:
         if name not in INCLUDABLE:
             raise Refused(f"'include' has {shown(name)}; choose {', '.join(INCLUDABLE)}", "include")
-    top = fields.integer("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    top = fields.integer("top_logprobs", 0, options.MOST_TOP_LOGPROBS)
     return (top or 0) if LOGPROBS in included or top else None
 
 

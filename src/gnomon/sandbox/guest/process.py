@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol
 
 from gnomon.errors import SandboxError
+from gnomon.sandbox.kept import Kept
 from gnomon.sandbox.sandbox import Chunk, Command, Result
 
 MAX_PAYLOAD = 1 << 20
@@ -37,7 +38,7 @@ class GuestProcess:
         self.credit = credit
         self.chunks: deque[Chunk] = deque()
         self.waiting_bytes = 0
-        self.kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self.kept = Kept(command.max_output_bytes)
         self.changed = asyncio.Event()
         self.taken = asyncio.Event()
         self.code: int | None = None
@@ -90,16 +91,13 @@ class GuestProcess:
 
     async def wait(self) -> Result:
         """Its end, with the output that nobody took, up to the command's limit."""
-        async for chunk in self.output():
-            part = chunk.data[: self.command.max_output_bytes - len(self.kept[chunk.stream])]
-            self.kept[chunk.stream] += part
-            self.truncated = self.truncated or len(part) < len(chunk.data)
+        await self.kept.take(self.output())
         assert self.code is not None
         return Result(
             code=self.code,
-            stdout=bytes(self.kept["stdout"]),
-            stderr=bytes(self.kept["stderr"]),
-            truncated=self.truncated,
+            stdout=self.kept.stdout,
+            stderr=self.kept.stderr,
+            truncated=self.truncated or self.kept.truncated,
             seconds=self.ended - self.began,
         )
 

@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Iterator
 
-from gnomon.sandbox.ns import census, files, programs, watches, wire
+from gnomon.sandbox.ns import calls, census, files, programs, watches, wire
 
 HIGH_WATER = 1 << 20
 LOW_MEMORY_SECONDS = 0.1
@@ -155,16 +155,10 @@ class Agent:
     def reap(self) -> None:
         """Take note of every process that has ended, whoever started it."""
         by_pid = {program.pid: program for program in self.programs.values() if program.status is None}
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, code in calls.ended_children():
             program = by_pid.get(pid)
             if program is not None:
-                program.status = os.waitstatus_to_exitcode(status)
+                program.status = code
                 program.deadline, program.linger = 0.0, programs.now() + programs.LINGER_SECONDS
                 for fd in list(program.pipes):  # what it wrote is in the pipes now
                     left = programs.PIPE_BYTES

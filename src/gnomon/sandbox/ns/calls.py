@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections.abc import Iterator
 from fcntl import ioctl
 from socket import AF_INET, SOCK_DGRAM, socket
 
@@ -160,6 +161,18 @@ def user_namespace(first: int, count: int) -> int:
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Every child that has ended and that nobody took note of: its pid and its exit code, negative for a signal."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
 
 
 def open_inside(path: bytes, flags: int, mode: int = 0) -> int:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Literal
 
 from gnomon.errors import SandboxError, SandboxTimeout
+from gnomon.sandbox.kept import Kept
 from gnomon.sandbox.ns import wire
 from gnomon.sandbox.ns.channel import Channel, Refused
 from gnomon.sandbox.sandbox import Chunk, Command, Result
@@ -80,18 +81,14 @@ class Running:
         """The end, with the output that nobody took, up to `max_output_bytes` of each stream."""
         if self.result is not None:
             return self.result
-        kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        dropped = False
-        async for chunk in self.output():
-            room = self.command.max_output_bytes - len(kept[chunk.stream])
-            kept[chunk.stream] += chunk.data[: max(0, room)]
-            dropped |= len(chunk.data) > room
+        kept = Kept(self.command.max_output_bytes)
+        await kept.take(self.output())
         try:
             _, _, numbers, _ = await self.ended
         except Refused as error:
             raise SandboxError(f"{self.command.argv[0]} could not be started: {error}") from None
-        self.result = Result(code=numbers[0], stdout=bytes(kept["stdout"]), stderr=bytes(kept["stderr"]), timed_out=bool(numbers[1]),
-                             truncated=dropped or bool(numbers[2]), seconds=time.monotonic() - self.began)  # fmt: skip
+        self.result = Result(code=numbers[0], stdout=kept.stdout, stderr=kept.stderr, timed_out=bool(numbers[1]),
+                             truncated=kept.truncated or bool(numbers[2]), seconds=time.monotonic() - self.began)  # fmt: skip
         return self.result
 
     async def write(self, data: bytes) -> None:

@@ -156,16 +156,10 @@ class Zygote:
 
     def reap(self) -> None:
         """Take note of everything that has ended."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, code in calls.ended_children():
             if pid in self.copies:
                 call, name = self.copies.pop(pid)
-                self.copied(call, name, os.waitstatus_to_exitcode(status))
+                self.copied(call, name, code)
                 continue
             for name, box in list(self.boxes.items()):
                 if box.pid == pid:

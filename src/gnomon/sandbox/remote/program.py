@@ -12,6 +12,7 @@ from typing import Any, Literal
 import e2b
 
 from gnomon.errors import SandboxError
+from gnomon.sandbox.kept import Kept
 from gnomon.sandbox.remote.errors import told
 from gnomon.sandbox.sandbox import Chunk, Command, Result
 
@@ -28,8 +29,8 @@ class RemoteProgram:
         self.id = 0
         self.handle: Any = None
         self.chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(QUEUE)
-        self.kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self.truncated = self.timed_out = False
+        self.kept = Kept(command.max_output_bytes)
+        self.timed_out = False
         self.code: int | None = None
         self.lost: Exception | None = None
         self.began = time.monotonic()
@@ -84,17 +85,14 @@ class RemoteProgram:
 
     async def wait(self) -> Result:
         """Its end, with the output that nobody took."""
-        async for chunk in self.output():
-            part = chunk.data[: self.command.max_output_bytes - len(self.kept[chunk.stream])]
-            self.kept[chunk.stream] += part
-            self.truncated = self.truncated or len(part) < len(chunk.data)
+        await self.kept.take(self.output())
         assert self.code is not None
         return Result(
             code=self.code,
-            stdout=bytes(self.kept["stdout"]),
-            stderr=bytes(self.kept["stderr"]),
+            stdout=self.kept.stdout,
+            stderr=self.kept.stderr,
             timed_out=self.timed_out,
-            truncated=self.truncated,
+            truncated=self.kept.truncated,
             seconds=self.seconds,
         )
 
