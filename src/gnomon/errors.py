@@ -8,6 +8,7 @@
     ├── KernelError            an operator cannot run here             → which implementation refused and why
     ├── TrainingError          a run cannot go on                      → step, batch and last good checkpoint
     ├── SandboxError           Unsupported · SandboxTimeout · SandboxLost
+    ├── PolicyError            who should answer cannot be reached, or answers what is no answer
     ├── VerifierError          judging failed (not: scored low)
     ├── CapacityError          does not fit: what, by how much, which knob would fix it
     └── CheckpointError        missing, foreign, damaged
@@ -52,6 +53,10 @@ class SandboxTimeout(SandboxError):
 
 class SandboxLost(SandboxError):
     """The sandbox is gone; its state cannot be trusted."""
+
+
+class PolicyError(GnomonError):
+    """Who should answer cannot be reached, or its answer is none; the message says which and what it said."""
 
 
 class VerifierError(GnomonError):

@@ -1,0 +1,65 @@
+"""Who answers: a policy takes a conversation and gives the next message, with the ids and log-probabilities that it was sampled with.
+
+The world speaks messages; a policy that knows tokens says which it was given and which it chose, so that nothing is encoded a second time.
+Read next: `record.py`, the only way by which harnesses and programs reach a policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from gnomon.agent.trajectory import Span
+from gnomon.data.messages import Conversation, Message
+
+Stop = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How one answer is drawn; None leaves the choice to the policy. `stop` are strings that end it, `seed` makes it repeatable."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """What one answer cost: tokens read, those of them that a cache knew, tokens written, and money where the policy has a price."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    dollars: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One answer. `message` is the assistant's; `stop` is `length` where a limit cut it.
+
+    `spans` hold, for a policy that knows ids, what this answer added to the context it continues: ids that were given, then ids that were
+    sampled with their log-probabilities. `continues` counts the ids of that context: those before the first span.
+    """
+
+    message: Message
+    stop: Stop = "stop"
+    spans: tuple[Span, ...] = ()
+    continues: int = 0
+    spent: Spent = field(default_factory=Spent)
+
+
+class Policy(Protocol):
+    """Anything that answers. Raises `PolicyError` where it cannot be reached or answers nonsense, `ConfigError` for what it cannot do."""
+
+    name: str
+
+    async def complete(self, session: str, conversation: Conversation, sampling: Sampling) -> Completion:
+        """The next assistant message. Calls with one `session` belong to one rollout: what was sampled there keeps its ids."""
+        ...
+
+    async def close(self, session: str) -> None:
+        """Forget a session; one that is not known is no error."""
+        ...
