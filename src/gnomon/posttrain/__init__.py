@@ -1,0 +1,1 @@
+"""Post-training: fine-tuning, reinforcement learning at several efforts, distillation of several teachers into one student."""
