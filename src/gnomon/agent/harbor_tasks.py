@@ -6,14 +6,17 @@ A directory with `steps` is one task for each step, in order; `combined` makes o
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from gnomon.agent import harbor_schema
 from gnomon.agent.fields import bytes_to_json
 from gnomon.agent.harbor import Entry, HarborTask, check
 from gnomon.agent.harbor_schema import Agent, Artifact, Environment, HarborConfig, Step, Verifier
+from gnomon.agent.solution import Solution
 from gnomon.agent.task import Budget, Check, Task
 from gnomon.errors import ConfigError, DataError, Unsupported, VerifierError
 from gnomon.sandbox import dockerfile
@@ -43,7 +46,7 @@ def _task(source: HarborTask, step: Step | None) -> Task:
         env=environment.env, workdir=environment.workdir, user=str(user) if user is not None else None,
         network=network(phase if phase.network_mode is not None else environment), limits=_limits(environment),
         artifacts=tuple(artifact.source for artifact in config.kept(step)), budget=Budget(seconds=seconds),
-        check=Check(kind="tests", settings=_settings(source, step)),
+        check=Check(kind="tests", settings=_settings(source, step)), solution=_solution(source, step),
         metadata={"harbor": name, "schema_version": config.schema_version, **({"step": step.name} if step else {})})
 
 
@@ -62,6 +65,22 @@ def _settings(source: HarborTask, step: Step | None) -> dict[str, Any]:
         "timeout_seconds": verifier.timeout_sec if verifier != Verifier() else shared.timeout_sec,
         "env": {**shared.env, **verifier.env}, **({"user": str(user)} if user is not None else {}),
     }
+
+
+def _solution(source: HarborTask, step: Step | None) -> Solution | None:
+    """`solution/solve.sh`. Steps share a machine, so a step's solution does those before it too."""
+    files: dict[str, bytes] = {}
+    lines = []
+    for each in source.config.steps[:source.config.steps.index(step) + 1] if step else (None,):
+        own, place = (f"steps/{each.name}/solution", f"/solution/{each.name}") if each else ("solution", "/solution")
+        entries = source.below(own)
+        if "solve.sh" not in entries:
+            return None
+        files.update({f"{place}/{path}": entry.content for path, entry in entries.items()})
+        lines.append(f"{shlex.quote(f'{place}/solve.sh')} || exit $?")
+    if sum(map(len, files.values())) > MAX_TESTS_BYTES:
+        raise DataError(f"{source.folder or source.name}: its solution exceeds {MAX_TESTS_BYTES // MEGABYTE} MiB; put data into an image")
+    return Solution(files=files, script="\n".join(lines) + "\n", env=source.config.solution.env)
 
 
 def network(policy: Environment | Agent | Verifier) -> Network:
@@ -124,7 +143,8 @@ async def build(source: HarborTask, backend: Backend, store: LayerStore, how: do
 
 
 def directory(task: Task, *, solution: str | None = None, image: str | None = None) -> HarborTask:
-    """A task as a Harbor directory, for `harbor.write`. `image` is a public image for FROM; by default the task's own.
+    """A task as a Harbor directory, for `harbor.write`. `image` is a public image for FROM; by default the task's own. `solution` is the
+    script that solves it, by default what the task's own solution does.
 
     Only the verifier `tests` can be written: others have no script. Raises `DataError` for the rest.
     """
@@ -142,14 +162,35 @@ def directory(task: Task, *, solution: str | None = None, image: str | None = No
     for path, content in settings["files"].items():
         data = content.encode() if isinstance(content, str) else _decoded(content)
         files[f"tests/{path}"] = Entry(data=data, executable=path == "test.sh")
-    if solution is not None:
-        files["solution/solve.sh"] = Entry(data=solution.encode(), executable=True)
+    files.update(_solving(task, solution))
     config = HarborConfig(
         agent=Agent(timeout_sec=task.budget.seconds, user=task.user), environment=_environment(task),
         verifier=Verifier(timeout_sec=float(settings.get("timeout_seconds", 600.0)), env=dict(settings.get("env", {})),
                           user=settings.get("user"), environment_mode="separate" if settings.get("machine", "fresh") == "fresh" else None),
-        artifacts=tuple(Artifact(source=path) for path in task.artifacts))
+        artifacts=tuple(Artifact(source=path) for path in task.artifacts),
+        solution=harbor_schema.Solution(env=dict(task.solution.env) if task.solution else {}))
     return HarborTask(name=task.id.split("/")[-1], config=config, files=files)
+
+
+def _solving(task: Task, script: str | None) -> dict[str, Entry]:
+    """The files of `solution/`: a script that puts the solution's files where they belong, then does what its own script does."""
+    if script is not None:
+        return {"solution/solve.sh": Entry(data=script.encode(), executable=True)}
+    if task.solution is None:
+        return {}
+    own = {path.removeprefix("/"): Entry(data=data, executable=True) for path, data in task.solution.files.items()
+           if path.startswith("/solution/")}
+    if "solution/solve.sh" in own:
+        return own
+    lines = ["#!/bin/sh", "set -e"]
+    for number, (path, data) in enumerate(sorted(task.solution.files.items())):
+        if path.startswith("/solution/"):
+            continue
+        own[f"solution/files/{number}"] = Entry(data=data)
+        folder, target = shlex.quote(path.rpartition("/")[0] or "/"), shlex.quote(path)
+        lines += [f"mkdir -p {folder}", f"cp /solution/files/{number} {target}", f"chmod 755 {target}"]
+    lines += ["set +e", task.solution.script] if task.solution.script else []
+    return {**own, "solution/solve.sh": Entry(data=("\n".join(lines) + "\n").encode(), executable=True)}
 
 
 def _decoded(content: Mapping[str, str]) -> bytes:

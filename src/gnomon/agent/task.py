@@ -9,10 +9,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from gnomon.agent.fields import Fields, bytes_from_json, bytes_to_json, parsed
+from gnomon.agent.solution import Solution
 from gnomon.errors import DataError
 from gnomon.sandbox.sandbox import Limits, Network
 
@@ -75,8 +76,9 @@ class Task:
 
     `id` is unique among the tasks of a run; `domain` chooses teachers and budgets (`general`, `agents`, `coding`, or your own word).
     `image` is what the sandbox starts from, None where the task needs no machine; `files` are written into it, by absolute path, before
-    the agent begins. `check` decides and is hidden; `diagnosis` may be asked by the agent, where there is one. `metadata` is JSON for
-    people and programs that group tasks; nothing here reads it. Raises `DataError` naming the field.
+    the agent begins. `check` decides and is hidden, and so is `solution`, which validation tries; `diagnosis` may be asked by the
+    agent, where there is one. `metadata` is JSON for people and programs that group tasks; nothing here reads it, and no secret belongs
+    there. Raises `DataError` naming the field.
     """
 
     id: str
@@ -94,6 +96,7 @@ class Task:
     artifacts: tuple[str, ...] = ()
     budget: Budget = field(default_factory=Budget)
     diagnosis: Check | None = None
+    solution: Solution | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,8 @@ class Task:
             raise DataError(f"task {self.id}: 'check.kind' is empty; name a verifier, `exact` for instance")
         if self.image is None and (self.files or self.artifacts):
             raise DataError(f"task {self.id}: 'files' or 'artifacts' without an 'image' to hold them; `host` is one that is always there")
+        if self.image is None and self.solution is not None and (self.solution.files or self.solution.script):
+            raise DataError(f"task {self.id}: 'solution' has files or a script and the task no 'image' to run them in")
         for name, paths in (("files", self.files), ("artifacts", self.artifacts), ("workdir", (self.workdir,))):
             for path in paths:
                 if path is not None and (not path.startswith("/") or ".." in path.split("/") or "\0" in path):
@@ -115,7 +120,8 @@ class Task:
             "image": self.image, "files": {path: bytes_to_json(data) for path, data in self.files.items()}, "env": dict(self.env),
             "workdir": self.workdir, "user": self.user, "network": list(self.network.allow), "limits": _limits_to_json(self.limits),
             "artifacts": list(self.artifacts), "budget": self.budget.to_json(),
-            "diagnosis": self.diagnosis.to_json() if self.diagnosis else None, "metadata": dict(self.metadata),
+            "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
+            "solution": self.solution.to_json() if self.solution else None, "metadata": dict(self.metadata),
         }
         return {name: value for name, value in record.items() if value not in (None, {}, [])}
 
@@ -135,13 +141,18 @@ class Task:
                 artifacts=_texts(fields, "artifacts"),
                 budget=Budget.from_json(fields.inner("budget")) if fields.has("budget") else Budget(),
                 diagnosis=Check.from_json(fields.inner("diagnosis")) if fields.has("diagnosis") else None,
+                solution=Solution.from_json(fields.inner("solution")) if fields.has("solution") else None,
                 metadata=fields.table("metadata"))
         except DataError as error:
             raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-        for name in ("budget", "diagnosis"):
+        for name in ("budget", "diagnosis", "solution"):
             fields.maybe(name, fields.table)
         fields.done()
         return task
+
+    def shown(self) -> Self:
+        """What may be shown to whoever attempts it: no solution, and nothing of the check, which `judge` then refuses."""
+        return replace(self, check=Check(kind="hidden"), solution=None)
 
     @property
     def text(self) -> str:
