@@ -6,12 +6,15 @@ Read next: `record.py`, the only way by which harnesses and programs reach a pol
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
+from gnomon import extend
 from gnomon.agent.trajectory import Span
 from gnomon.data.messages import Conversation, Message
 
+KINDS = "gnomon.agent.policies"
 Stop = Literal["stop", "length"]
 
 
@@ -40,14 +43,14 @@ class Spent:
 class Completion:
     """One answer. `message` is the assistant's; `stop` is `length` where a limit cut it.
 
-    `spans` hold, for a policy that knows ids, what this answer added to the context it continues: ids that were given, then ids that were
-    sampled with their log-probabilities. `continues` counts the ids of that context: those before the first span.
+    A policy that knows ids says all of them: `prompt_ids` is what the model read, from its first id on, and `sampled` what it then chose,
+    with log-probabilities. What of it is new, and which turn it continues, is the record's to find (`record.py`).
     """
 
     message: Message
     stop: Stop = "stop"
-    spans: tuple[Span, ...] = ()
-    continues: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    sampled: Span | None = None
     spent: Spent = field(default_factory=Spent)
 
 
@@ -63,3 +66,11 @@ class Policy(Protocol):
     async def close(self, session: str) -> None:
         """Forget a session; one that is not known is no error."""
         ...
+
+
+def opened(kind: str, settings: Mapping[str, Any] | None = None) -> Policy:
+    """The policy that `kind` stands for, a file of `policies/` or `your_pkg.module:function`, with its settings, which are JSON.
+
+    Raises `ConfigError` for an unknown kind, listing the choices, or `DataError` naming a wrong setting.
+    """
+    return cast(Policy, extend.find(KINDS, kind, "opened")(dict(settings or {})))
