@@ -1,0 +1,1 @@
+"""Harnesses: what stands between a task and a policy. Begin with `harness.py`."""
