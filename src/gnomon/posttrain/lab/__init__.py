@@ -1,0 +1,1 @@
+"""A whole post-training in miniature: three domains, three efforts, nine experts, one student."""

@@ -1,0 +1,104 @@
+"""Agent tasks: six boxes that can be looked into one at a time, and one of them to be removed.
+
+A look is a call that the world answers; between calls the agent writes down the best box so far. The grade looks at which boxes are left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from gnomon.agent.trajectory import Score
+from gnomon.posttrain.lab.bench import Bench
+from gnomon.posttrain.lab.domain import Effort, Line, Puzzle, Said
+from gnomon.posttrain.lab.words import DIGITS, EOM, EOS, LABELS, ids, words
+from gnomon.posttrain.problem import Problem
+
+BOXES = LABELS[:6]
+KINDS = ("biggest", "smallest", "holds")
+
+
+class Domain:
+    """See the module."""
+
+    name = "agents"
+
+    def puzzle(self, rng: random.Random) -> Puzzle:
+        """Six boxes with different digits, and which of them should go: the biggest, the smallest, or that which holds a digit."""
+        inside = dict(zip(BOXES, rng.sample(DIGITS, len(BOXES)), strict=True))
+        kind = rng.choice(KINDS)
+        if kind == "holds":
+            target = rng.choice(BOXES)
+            return Puzzle(domain=self.name, kind=kind, body=(kind, inside[target]), hidden={"inside": inside, "target": target})
+        target = (max if kind == "biggest" else min)(inside, key=lambda box: int(inside[box]))
+        return Puzzle(domain=self.name, kind=kind, body=(kind,), hidden={"inside": inside, "target": target})
+
+    def demonstrated(self, puzzle: Puzzle, effort: Effort, rng: random.Random) -> Line:
+        """So many looks, from chance, in an order from chance; then the best box of those seen goes."""
+        return self._shown(Said(puzzle.prompt(effort)), puzzle, rng, 6 if rng.random() < 0.4 else rng.randrange(1, 7))
+
+    def dense(self, rng: random.Random) -> Line:
+        """All boxes looked into, what the world says a fact to copy."""
+        puzzle = self.puzzle(rng)
+        said = Said(ids(("<bos>", "<dense>", *puzzle.body, "<think>")))
+        return self._shown(said, puzzle, rng, 6)
+
+    def _shown(self, said: Said, puzzle: Puzzle, rng: random.Random, looks: int) -> Line:
+        inside = puzzle.hidden["inside"]
+        best, seen = "", rng.sample(BOXES, looks)
+        for box in seen:
+            said.say(("get", box, "<eom>"))
+            said.say(inside[box], 0.0)
+            if not best or _better(puzzle, inside[box], inside[best]):
+                best = box
+            said.say((best, inside[best]), 3.0)
+            if puzzle.kind == "holds" and best == puzzle.hidden["target"]:
+                break
+        if puzzle.kind == "holds" and best != puzzle.hidden["target"]:
+            best = rng.choice([box for box in BOXES if box not in seen] or [best])
+        said.say("del")
+        said.say(best, 3.0)
+        said.say("<eom>")
+        return said.line()
+
+    def problem(self, puzzle: Puzzle, effort: Effort, name: str, bench: Bench) -> Problem:
+        """Graded on the boxes that are left; a budget counts all that the agent writes."""
+        left = sorted(set(BOXES) - {puzzle.hidden["target"]})
+
+        def grade(sampled: tuple[int, ...], episode: Any) -> Score:
+            found = sorted(episode.boxes)
+            return Score(reward=float(found == left), evidence=(f"left {' '.join(found)}, right is {' '.join(left)}",))
+
+        return Problem(id=name, prompt=puzzle.prompt(effort), domain=self.name, effort=effort, kind=puzzle.kind, grade=grade,
+                       max_tokens=64, stop_ids=frozenset((EOS,)), asks=frozenset((EOM,)), room=24,
+                       begin=lambda state: World(puzzle.hidden["inside"], state))
+
+
+class World:
+    """The boxes of one attempt."""
+
+    def __init__(self, inside: Mapping[str, str], state: Any = None) -> None:
+        self.inside, self.boxes = inside, set(BOXES if state is None else state)
+
+    def reply(self, sampled: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The digit of a box after a look; the end after a removal, and after what is no call."""
+        call = words(sampled)[-3:-1]
+        if call[:1] == ("get",) and call[1:] and call[1] in self.boxes:
+            return ids((self.inside[call[1]],))
+        if call[:1] == ("del",) and call[1:]:
+            self.boxes.discard(call[1])
+        return None
+
+    def state(self) -> Any:
+        """The boxes that are there."""
+        return sorted(self.boxes)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _better(puzzle: Puzzle, new: str, old: str) -> bool:
+    if puzzle.kind == "holds":
+        return new == puzzle.body[1]
+    return int(new) > int(old) if puzzle.kind == "biggest" else int(new) < int(old)

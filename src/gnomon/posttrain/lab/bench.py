@@ -1,0 +1,126 @@
+"""Where the lab's programs run: one sandbox, and all programs that wait, together.
+
+Grading happens in many threads; each asks for one program and waits. Read next: `coding.py`, which asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+from gnomon.errors import GnomonError, VerifierError
+from gnomon.sandbox.open import open_backend
+from gnomon.sandbox.sandbox import Backend, Command, Sandbox, Spec
+
+Program = tuple[tuple[str, int], ...]
+"""Statements of a program, each an operator and a number that it puts to the value."""
+
+RUNNER = """\
+import json, sys
+STATEMENTS = {"+": "value = (value + {}) % 10", "-": "value = (value - {}) % 10", "*": "value = (value * {}) % 10"}
+results = []
+for program in json.load(sys.stdin):
+    text = ["def program(value):", *("    " + STATEMENTS[operator].format(number) for operator, number in program), "    return value"]
+    scope = {}
+    exec("\\n".join(text), scope)
+    results.append([scope["program"](value) for value in range(10)])
+print(json.dumps(results))
+"""
+"""Runs in the sandbox: reads programs, writes what each gives for every digit."""
+
+SECONDS = 60.0
+MOST = 256
+"""How many programs go in one call."""
+
+
+class Bench:
+    """Runs programs in a sandbox that is made when the first one comes. Use as a context, or `close` it."""
+
+    def __init__(self, backend: str = "auto") -> None:
+        self.backend = backend
+        self._waiting: queue.Queue[tuple[Program, Future[list[int]]] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def run(self, program: Program) -> list[int]:
+        """What a program gives for 0 to 9. Raises `VerifierError` where the sandbox fails, which says nothing about the program."""
+        result: Future[list[int]] = Future()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), name="gnomon-bench", daemon=True)
+                self._thread.start()
+            self._waiting.put((program, result))
+        try:
+            return result.result(timeout=3 * SECONDS)
+        except TimeoutError:
+            raise VerifierError(f"a program of the lab had no result after {3 * SECONDS:.0f} s") from None
+
+    def close(self) -> None:
+        """End the sandbox; twice is no error."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            thread.join()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """`close`."""
+        self.close()
+
+    async def _work(self) -> None:
+        backend: Backend | None = None
+        box: Sandbox | None = None
+        try:
+            while (batch := await asyncio.to_thread(self._batch)):
+                try:
+                    if backend is None:
+                        backend = await open_backend(self.backend)
+                    if box is None:
+                        box = await backend.create(Spec(ttl_seconds=None, metadata={"purpose": "bench of the lab"}))
+                    for (_, future), values in zip(batch, await _ran(box, [program for program, _ in batch]), strict=True):
+                        future.set_result(values)
+                except (GnomonError, OSError, ValueError) as error:  # those who wait hear it; the next batch gets a new sandbox
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(VerifierError(f"the programs of the lab did not run: {type(error).__name__}: {error}"))
+                    box = None
+        finally:
+            if backend is not None:
+                await backend.close()
+
+    def _batch(self) -> list[tuple[Program, Future[list[int]]]]:
+        """All that wait, at least one; nothing when it is over."""
+        first = self._waiting.get()
+        batch = [] if first is None else [first]
+        while batch and len(batch) < MOST:
+            try:
+                more = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            if more is None:
+                self._waiting.put(None)
+                break
+            batch.append(more)
+        return batch
+
+
+async def _ran(box: Sandbox, programs: Sequence[Program]) -> list[list[int]]:
+    """What the sandbox says of programs. What is no list of ten numbers for each is a failure, not an answer."""
+    text = json.dumps([list(map(list, program)) for program in programs]).encode()
+    done = await box.exec(Command(argv=("python3", "-c", RUNNER), stdin=text, timeout_seconds=SECONDS))
+    if done.code:
+        raise VerifierError(f"exit status {done.code}: {done.stderr[-300:].decode(errors='replace')}")
+    found: Any = json.loads(done.stdout)
+    if not (isinstance(found, list) and len(found) == len(programs) and all(isinstance(each, list) and len(each) == 10 for each in found)):
+        raise VerifierError(f"the sandbox said {done.stdout[:100]!r}")
+    return found

@@ -1,0 +1,115 @@
+"""Coding tasks: a program of six statements, one worked example with the value after each, and one statement whose operator is wrong.
+
+Thought runs the program: a line's label, what it really gives, whether that is what the example says; where it is not, the other operators
+are tried. The answer names the line and its operator. The grade repairs the program and runs it on inputs that nobody has seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from gnomon.agent.trajectory import Score
+from gnomon.posttrain.lab.bench import Bench, Program
+from gnomon.posttrain.lab.domain import Effort, Line, Puzzle, Said, thinking
+from gnomon.posttrain.lab.words import EOS, LABELS, OPERATORS, calculated, ids, words
+from gnomon.posttrain.problem import Problem
+
+LINES = LABELS[:6]
+
+
+class Domain:
+    """See the module."""
+
+    name = "coding"
+
+    def puzzle(self, rng: random.Random) -> Puzzle:
+        """A program, its example, and the wrong statement, which the example shows up."""
+        while True:
+            state = start = rng.randrange(10)
+            right = [(rng.choice(OPERATORS), rng.randrange(1, 10)) for _ in LINES]
+            states = []
+            for operator, number in right:
+                state = calculated(state, operator, number)
+                states.append(state)
+            place = rng.randrange(len(LINES))
+            before = states[place - 1] if place else start
+            operator, number = right[place]
+            wrong = rng.choice([other for other in OPERATORS if other != operator])
+            given = [calculated(before, each, number) for each in OPERATORS]
+            if given.count(states[place]) == 1:  # exactly one operator fits the example
+                break
+        written = [(wrong if i == place else each, n) for i, (each, n) in enumerate(right)]
+        body = [str(start)]
+        for label, (each, n), value in zip(LINES, written, states, strict=True):
+            body += [label, each, str(n), str(value)]
+        return Puzzle(domain=self.name, kind="repair", body=tuple(body), hidden={
+            "right": tuple(right), "written": tuple(written), "place": place, "states": tuple(states), "start": start})
+
+    def demonstrated(self, puzzle: Puzzle, effort: Effort, rng: random.Random) -> Line:
+        """So many lines checked from the first on, by chance; a wrong one that was not reached is guessed."""
+        return self._shown(Said(puzzle.prompt(effort)), puzzle, rng, 6 if rng.random() < 0.4 else rng.randrange(0, 7))
+
+    def dense(self, rng: random.Random) -> Line:
+        """Half of the time digits told equal or not, near misses among them; else a program checked to its wrong line."""
+        if rng.random() < 0.5:
+            said = Said(ids("<bos> <dense>"))
+            for _ in range(10):
+                state, operator, number = rng.randrange(10), rng.choice(OPERATORS), rng.randrange(1, 10)
+                value = calculated(state, operator, number)
+                shown = value if rng.random() < 0.5 else rng.choice([d for d in range(10) if d != value])
+                said.say((str(state), operator, str(number), str(shown), "="), 0.0)
+                said.say((str(value), "yes" if value == shown else "no"))
+            return said.line()
+        puzzle = self.puzzle(rng)
+        return self._shown(Said(ids(("<bos>", "<dense>", *puzzle.body, "<think>"))), puzzle, rng, 6)
+
+    def _shown(self, said: Said, puzzle: Puzzle, rng: random.Random, checks: int) -> Line:
+        hidden, found = puzzle.hidden, ""
+        state = hidden["start"]
+        for i in range(checks):
+            operator, number = hidden["written"][i]
+            said.say(LINES[i])
+            value = calculated(state, operator, number)
+            said.say((str(value), "yes" if value == hidden["states"][i] else "no"), 3.0)
+            if value != hidden["states"][i]:
+                for other in rng.sample([each for each in OPERATORS if each != operator], 2):
+                    tried = calculated(state, other, number)
+                    said.say(other)
+                    said.say((str(tried), "yes" if tried == hidden["states"][i] else "no"), 3.0)
+                    if tried == hidden["states"][i]:
+                        found = other
+                        break
+                break
+            state = hidden["states"][i]
+        said.say("<answer>")
+        if found:
+            said.say((LINES[hidden["place"]], found), 3.0)
+        else:
+            guess = rng.randrange(checks, len(LINES)) if checks < len(LINES) else len(LINES) - 1
+            said.say((LINES[guess], rng.choice([each for each in OPERATORS if each != hidden["written"][guess][0]])))
+        said.say("<eos>")
+        return said.line()
+
+    def problem(self, puzzle: Puzzle, effort: Effort, name: str, bench: Bench) -> Problem:
+        """Graded by running the repaired program and the right one in a sandbox; a budget counts all that is written."""
+        right = puzzle.hidden["right"]
+
+        def grade(sampled: tuple[int, ...], episode: Any) -> Score:
+            program = repaired(puzzle.hidden["written"], words(sampled[thinking(sampled):]))
+            if program is None:
+                return Score(reward=0.0, evidence=("the answer names no line and operator",))
+            found, expected = bench.run(program), bench.run(right)
+            return Score(reward=float(found == expected), evidence=(f"gives {found}, right is {expected}",))
+
+        return Problem(id=name, prompt=puzzle.prompt(effort), domain=self.name, effort=effort, kind=puzzle.kind, grade=grade,
+                       max_tokens=40, stop_ids=frozenset((EOS,)))
+
+
+def repaired(written: Program, answer: Sequence[str]) -> Program | None:
+    """The program with the line replaced that the answer names; None for what is no answer."""
+    if len(answer) != 4 or answer[0] != "<answer>" or answer[1] not in LINES or answer[2] not in OPERATORS or answer[3] != "<eos>":
+        return None
+    place = LINES.index(answer[1])
+    return tuple((answer[2], number) if i == place else (operator, number) for i, (operator, number) in enumerate(written))
