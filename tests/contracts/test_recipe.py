@@ -1,5 +1,6 @@
 """Training recipes: what fits, what is refused and how it is said."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from gnomon import config as toml
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, preset
+from gnomon.parallel.axes import Axes
 from gnomon.train.recipe import DataConfig, EvaluateConfig, SourceConfig, Stage, TrainRecipe, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +23,10 @@ def recipe(**changes):
     ({"stages": ()}, "'stages' is empty"),
     ({"stages": (Stage(context=3, steps=1),), "batch_tokens": 3}, r"'stages\.0\.context' is 3, shorter than the short convolution"),
     ({"batch_tokens": 1000}, r"'batch_tokens' is 1000, no multiple of 'stages\.0\.context' = 512; use 1024"),
+    ({"mesh": Axes(expert=3)}, r"'mesh\.expert' is 3, but \d+ experts cannot be shared out evenly"),
+    ({"mesh": Axes(expert=2), "model": replace(preset("tiny"), moe=None)}, "the model has no experts"),
+    ({"mesh": Axes(context=1024)}, "less than one token for each of 'mesh.context' = 1024 ranks"),
+    ({"mesh": Axes(context=2), "micro_batch_tokens": 200}, "over 2 context ranks; use at least 256"),
     ({"seed": -1}, "'seed' is -1"),
     ({"seed": 2**63}, "'seed' is 9223372036854775808"),
     ({"batch_tokens": 0}, "'batch_tokens' is 0; it must be positive"),

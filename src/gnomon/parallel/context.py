@@ -16,6 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from gnomon.data.packing import Batch
 from gnomon.errors import ConfigError
 from gnomon.kernels import kda
 from gnomon.model.mixers import kda as kda_layer
@@ -90,6 +91,14 @@ class Context:
         if len(cut.lengths) != self.ranks:
             raise ConfigError(f"'lengths' has {len(cut.lengths)} stretches for {self.ranks} ranks")
         self._cut = cut
+
+    def stretch(self, piece: Batch) -> Batch:
+        """This rank's part of a micro-batch whose rows all ranks of the group have, laid end to end; `cut` is set to it."""
+        self.cut = Cut(lengths=stretches(piece.tokens.numel(), self.ranks), borders=tuple(piece.cu_seqlens.tolist()))
+        own = slice(*self.cut.span(self.rank))
+        tokens, targets, loss_mask, token_mask = (
+            t.reshape(1, -1)[:, own] for t in (piece.tokens, piece.targets, piece.loss_mask, piece.token_mask))
+        return Batch(tokens=tokens, targets=targets, loss_mask=loss_mask, token_mask=token_mask, cu_seqlens=self.borders(tokens.device))
 
     def borders(self, device: torch.device | None = None) -> Tensor:
         """`cu_seqlens` of this rank's stretch, for the forward pass."""

@@ -10,22 +10,22 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gnomon import config as toml
 from gnomon.data.packing import Batch, PackedBatches
 from gnomon.errors import CheckpointError, ConfigError, TrainingError
 from gnomon.model.balance import max_violation
 from gnomon.model.transformer import Transformer
+from gnomon.parallel.axes import ROWS
 from gnomon.parallel.mesh import Mesh, join
-from gnomon.train import balance, checkpoint, report
+from gnomon.train import balance, checkpoint, ranks, report
 from gnomon.train.evaluate import HeldOut, frozen, held_out, share_answered
 from gnomon.train.material import Material, long_questions, prepare, stream
 from gnomon.train.metrics import Metrics, read
@@ -57,6 +57,7 @@ class Parts:
     recipe: TrainRecipe
     material: Material
     mesh: Mesh
+    spread: ranks.Spread
     model: Transformer
     objective: nn.Module
     optimizer: Muon
@@ -69,12 +70,12 @@ def train(recipe: TrainRecipe, *, resume: bool = True, quiet: bool = False) -> R
     `resume=False` refuses a folder that already has a checkpoint. Raises `ConfigError` for a recipe that does not fit its folder or
     its data, `TrainingError` for a loss that is not finite, `CheckpointError` when a checkpoint cannot be read or written.
     """
-    with join(None if recipe.device == "auto" else recipe.device) as mesh:
+    with join(None if recipe.device == "auto" else recipe.device, recipe.mesh) as mesh:
         return _train_on(mesh, recipe, resume=resume, quiet=quiet)
 
 
 def _train_on(mesh: Mesh, recipe: TrainRecipe, *, resume: bool, quiet: bool) -> RunSummary:
-    """The run itself. What belongs to it is gone when the ranks part: the model's wrapper holds on to their connection."""
+    """The run itself. What belongs to it is gone when the ranks part, since it holds on to their connection."""
     show = mesh.is_main and not quiet
     with Display(recipe.total_steps, show=show) as display:
         _check(recipe, mesh, resume)
@@ -105,17 +106,16 @@ def build(material: Material, mesh: Mesh) -> Parts:
     model = Transformer(recipe.model).initialise(recipe.seed).to(mesh.device)
     if recipe.start_from is not None and checkpoint.latest(recipe.run) is None:  # a run that goes on needs its own folder only
         _start_from(model, recipe.start_from)
+    spread = ranks.spread(model, mesh)
     model.activation_checkpointing = recipe.activation_checkpointing == "block"
     balance.start(model.routers(), recipe.balance)
     if recipe.optimizer.clip_logits is not None:
         watch(model.mla_layers())
     auxiliary = recipe.balance.auxiliary_weight if recipe.balance.method == "auxiliary" else 0.0
-    objective: nn.Module = Objective(model, auxiliary, recipe.precision == "bf16")
-    if mesh.world > 1:  # buffers are the routers' biases: equal on all ranks through their own reduction
-        objective = DistributedDataParallel(objective, broadcast_buffers=False, gradient_as_bucket_view=True)
+    objective = Objective(model, auxiliary, recipe.precision == "bf16")
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = Muon(parameters, recipe.optimizer, head_rows(recipe.model))
-    return Parts(recipe=recipe, material=material, mesh=mesh, model=model, objective=objective, optimizer=optimizer,
+    return Parts(recipe=recipe, material=material, mesh=mesh, spread=spread, model=model, objective=objective, optimizer=optimizer,
                  batches=stream(material, mesh))
 
 
@@ -135,12 +135,13 @@ def run_steps(parts: Parts, start: int, offset: int, display: Display) -> RunSum
             display.step(row)
             if metrics is not None:
                 metrics.write(row)
-                if _is_due(recipe, step + 1, time.monotonic() - saved_at):
-                    save(parts, step + 1, metrics)
-                    saved_at = time.monotonic()
-    results = tuple(_final_evaluation(parts, display))
-    if mesh.is_main:
-        report.write(recipe.run, parts.model, parts.material, results)
+            if mesh.agree(_is_due(recipe, step + 1, time.monotonic() - saved_at)):
+                save(parts, step + 1, metrics)
+                saved_at = time.monotonic()
+    whole = parts.spread.whole_model(parts.model)
+    results = tuple(_final_evaluation(parts, whole, display))
+    if whole is not None:
+        report.write(recipe.run, whole, parts.material, results)
         display.say(f"report: {recipe.run / 'report.html'}")
     mesh.wait()
     last = row or read(recipe.run)[-1]
@@ -156,11 +157,11 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
     parts.batches.set_stage(batch_size=recipe.batch_tokens // stage.context, context=stage.context,
                             long_exponent=stage.long_exponent, weights=weights)
     whole = parts.batches.next()
-    pieces = [piece.to(mesh.device) for piece in whole.split(recipe.micro_batches(stage.context, mesh.world))]
+    pieces = [piece.to(mesh.device) for piece in whole.split(recipe.micro_batches(stage.context, mesh.size(*ROWS)))]
     losses, count = _backward(parts, pieces)
     total = torch.stack(losses).double().sum()
     mesh.sum(total)
-    loss, norm = total.item() / count, parts.optimizer.clip_gradient().item()
+    loss, norm = total.item() / count, parts.optimizer.clip_gradient(None if mesh.world == 1 else parts.spread.norm).item()
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise TrainingError(_why_not_finite(parts, step, pieces, losses, loss, norm))
     loads = balance.update_balance(parts.model.routers(), recipe.balance, mesh.sum)
@@ -178,23 +179,21 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
 
 
 def _backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
-    """Gradients of the step's loss from this rank's micro-batches; their summed losses, and the learnt targets of all ranks."""
-    mesh, objective = parts.mesh, parts.objective
+    """Gradients of the step's loss from the micro-batches of all ranks; this rank's summed losses, and the learnt targets of all."""
+    exchange, losses = parts.spread.exchange, []
     learnt = torch.stack([piece.loss_mask.sum() for piece in pieces]).sum()
-    mesh.sum(learnt)
-    count, losses = max(1, int(learnt)), []
+    parts.mesh.sum(learnt, *ROWS)
+    count = max(1, int(learnt))
     parts.optimizer.zero_grad()
     for index, piece in enumerate(pieces):
-        with _exchange(objective, index + 1 == len(pieces)):
-            loss, total = objective(piece, count)
-            (loss * mesh.world).backward()  # the exchange averages over ranks; the loss is already a share of the whole
+        loss, total = parts.objective(parts.spread.own(piece), count)
+        if exchange is not None and index + 1 == len(pieces):
+            exchange.arm()
+        loss.backward()
         losses.append(total)
+    if exchange is not None:
+        exchange.finish()
     return losses, count
-
-
-def _exchange(objective: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Ranks exchange gradients in the backward pass of a step's last micro-batch only."""
-    return nullcontext() if last or not isinstance(objective, DistributedDataParallel) else objective.no_sync()
 
 
 def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[Tensor], loss: float, norm: float) -> str:
@@ -208,16 +207,19 @@ def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[T
             "lower optimizer.learning_rate or look at that text, then start the same command again")
 
 
-def save(parts: Parts, step: int, metrics: Metrics) -> Path:
-    """Write the checkpoint after `step` steps."""
+def save(parts: Parts, step: int, metrics: Metrics | None) -> None:
+    """Write the checkpoint after `step` steps; the first rank's work, to which others give what they hold."""
+    model, optimizer = (parts.spread.whole(named) for named in (checkpoint.model_tensors(parts.model), parts.optimizer.state_dict()))
+    if metrics is None:
+        return
     run: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
     if parts.mesh.device.type == "cuda":
         run["random.cuda"] = torch.cuda.get_rng_state()
     for layer, router in enumerate(parts.model.routers()):
         run |= {f"router.{layer}.histogram": router.histogram, f"router.{layer}.load": router.load}
-    tensors = {"model": checkpoint.model_tensors(parts.model), "optimizer": parts.optimizer.state_dict(), "run": run}
+    tensors = {"model": model, "optimizer": optimizer, "run": run}
     state = {"data": parts.batches.state(), "metrics_bytes": metrics.sync(), "seed": parts.recipe.seed}
-    return checkpoint.save(parts.recipe.run, step, state, tensors, parts.recipe.checkpoint.keep)
+    checkpoint.save(parts.recipe.run, step, state, tensors, parts.recipe.checkpoint.keep)
 
 
 def restore(parts: Parts) -> tuple[int, int]:
@@ -226,8 +228,8 @@ def restore(parts: Parts) -> tuple[int, int]:
     if path is None:
         return 0, 0
     saved = checkpoint.load(path)
-    checkpoint.restore_model(parts.model, saved.tensors["model"], path)
-    parts.optimizer.load_state_dict(saved.tensors["optimizer"])
+    checkpoint.restore_model(parts.model, parts.spread.share(saved.tensors["model"]), path)
+    parts.optimizer.load_state_dict(parts.spread.share(saved.tensors["optimizer"]))
     parts.batches.restore(saved.state["data"])
     run = saved.tensors["run"]
     for layer, router in enumerate(parts.model.routers()):
@@ -241,22 +243,23 @@ def restore(parts: Parts) -> tuple[int, int]:
 
 def evaluate(parts: Parts, context: int) -> dict[str, float]:
     """Held-out loss in the middle of a run, as metrics; the first rank's work."""
-    if not parts.mesh.is_main or not parts.material.held_out:
+    model = parts.spread.whole_model(parts.model) if parts.material.held_out else None
+    if model is None:
         return {}
-    result = held_out(parts.model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
+    result = held_out(model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
     return {"held_out_loss": result.loss, "held_out_bits_per_byte": result.bits_per_byte}
 
 
-def _final_evaluation(parts: Parts, display: Display) -> list[HeldOut]:
-    if not parts.mesh.is_main or not parts.material.held_out:
+def _final_evaluation(parts: Parts, model: Transformer | None, display: Display) -> list[HeldOut]:
+    if model is None or not parts.material.held_out:
         return []
     results, questions = [], long_questions(parts.material)
     for context in parts.recipe.evaluation_contexts():
         display.say(f"held-out text at context {context}")
-        found = held_out(parts.model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
-        with frozen(parts.model):
+        found = held_out(model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
+        with frozen(model):
             samples = max(1, parts.recipe.evaluate.tokens // context)
-            answers = share_answered(parts.model, questions, context, samples)
+            answers = share_answered(model, questions, context, samples)
         results.append(replace(found, answers=answers))
     return results
 
@@ -270,7 +273,7 @@ def _is_due(recipe: TrainRecipe, done: int, seconds: float) -> bool:
 def _check(recipe: TrainRecipe, mesh: Mesh, resume: bool) -> None:
     """What can be known before anything is prepared."""
     for stage in recipe.stages:
-        recipe.micro_batches(stage.context, mesh.world)
+        recipe.micro_batches(stage.context, mesh.size(*ROWS))
     path, existing = checkpoint.latest(recipe.run), recipe.run / "recipe.toml"
     if path is not None and not resume:
         raise ConfigError(f"run folder '{recipe.run}' already has {path.name}; choose another with run=FOLDER, or resume")

@@ -17,6 +17,7 @@ from gnomon.data.packing import PackedBatches
 from gnomon.data.shards import Shards, write_shards
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
 from gnomon.errors import ConfigError
+from gnomon.parallel.axes import ROWS
 from gnomon.parallel.mesh import Mesh
 from gnomon.train.recipe import SourceConfig, TrainRecipe
 
@@ -79,7 +80,7 @@ def stream(material: Material, mesh: Mesh) -> PackedBatches:
         for shards, source in zip(material.train, recipe.data.sources, strict=True)]
     mixture = Mixture(pairs, recipe.seed)
     rows = recipe.batch_tokens // stage.context
-    return PackedBatches(mixture, rows, stage.context, mesh.rank, mesh.world, pad_id=material.tokenizer.pad_id)
+    return PackedBatches(mixture, rows, stage.context, mesh.index(*ROWS), mesh.size(*ROWS), pad_id=material.tokenizer.pad_id)
 
 
 def long_questions(material: Material) -> list[LongContext]:

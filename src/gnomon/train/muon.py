@@ -9,7 +9,7 @@ equal shape are orthogonalised in batches, across parameters. Read next: `units.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -75,10 +75,15 @@ class Muon:
         for parameter in self.parameters():
             parameter.grad = None
 
-    def clip_gradient(self) -> Tensor:
-        """Scale all gradients so that their global norm is at most `clip_gradient`; returns the norm before."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).float())
+    def clip_gradient(self, total: Callable[[list[str], Tensor], Tensor] | None = None) -> Tensor:
+        """Scale all gradients so that their global norm is at most `clip_gradient`; returns the norm before.
+
+        `total` makes the global norm out of those of the named gradients [P], where other ranks have others.
+        """
+        named = {name: p.grad for name, p in (*self.matrices.items(), *self.others.items()) if p.grad is not None}
+        gradients = list(named.values())
+        norms = torch.stack(torch._foreach_norm(gradients)).float()
+        norm = torch.linalg.vector_norm(norms) if total is None else total(list(named), norms)
         if self.config.clip_gradient is not None:
             torch._foreach_mul_(gradients, (self.config.clip_gradient / (norm + 1e-6)).clamp(max=1.0))
         return norm

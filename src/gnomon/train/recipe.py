@@ -13,6 +13,7 @@ from gnomon.config import setting
 from gnomon.data.long_context import LongConfig
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, ModelConfig
+from gnomon.parallel.axes import Axes
 from gnomon.train.schedule import Schedule
 from gnomon.train.settings import BalanceConfig, MuonConfig
 
@@ -119,6 +120,7 @@ class TrainRecipe:
     balance: BalanceConfig = setting(BalanceConfig(), "load balance of the experts")
     precision: Literal["fp32", "bf16"] = setting("fp32", "fp32, or bf16 autocast with fp32 weights")
     activation_checkpointing: Literal["none", "block"] = setting("none", "block: keep only each layer's input and recompute the rest")
+    mesh: Axes = setting(Axes(), "how the ranks of a run share the work; by default all are copies")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train; auto: the GPU where there is one")
     start_from: Path | None = setting(None, "run folder whose last weights and tokenizer are the start; none: from scratch")
     evaluate: EvaluateConfig = setting(EvaluateConfig(), "held-out loss")
@@ -131,20 +133,31 @@ class TrainRecipe:
             raise ConfigError(f"'seed' is {self.seed}; use a number from 0 to 2^63 - 1")
         if self.batch_tokens < 1:
             raise ConfigError(f"'batch_tokens' is {self.batch_tokens}; it must be positive, and a multiple of each stage's context")
+        self._check_mesh()
         for index, stage in enumerate(self.stages):
             self._check_stage(f"stages.{index}.context", stage)
+
+    def _check_mesh(self) -> None:
+        ranks, moe = self.mesh.expert, self.model.moe
+        if ranks > 1 and (moe is None or moe.num_experts % ranks):
+            held = "the model has no experts" if moe is None else f"{moe.num_experts} experts cannot be shared out evenly"
+            raise ConfigError(f"'mesh.expert' is {ranks}, but {held}; use a divisor of the number of experts")
 
     def _check_stage(self, where: str, stage: Stage) -> None:
         taps = max((getattr(m, "short_conv_kernel_size", 0) for m in self.model.mixers.values()), default=0)
         if stage.context < taps:
             raise ConfigError(f"'{where}' is {stage.context}, shorter than the short convolution, which spans {taps} tokens; "
                               f"use at least {taps}")
+        if stage.context < self.mesh.context:
+            raise ConfigError(f"'{where}' is {stage.context}, less than one token for each of 'mesh.context' = {self.mesh.context} ranks")
         if self.batch_tokens % stage.context:
             multiple = -(-self.batch_tokens // stage.context) * stage.context
             raise ConfigError(f"'batch_tokens' is {self.batch_tokens}, no multiple of '{where}' = {stage.context}; use {multiple}")
-        if self.micro_batch_tokens is not None and self.micro_batch_tokens < stage.context:
-            raise ConfigError(f"'micro_batch_tokens' is {self.micro_batch_tokens}, less than one row of '{where}' = {stage.context}; "
-                              f"use at least {stage.context}")
+        least = -(-stage.context // self.mesh.context)
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens < least:
+            shared = f" over {self.mesh.context} context ranks" if self.mesh.context > 1 else ""
+            raise ConfigError(f"'micro_batch_tokens' is {self.micro_batch_tokens}, less than one row of '{where}' = "
+                              f"{stage.context}{shared}; use at least {least}")
         if stage.weights is not None and len(stage.weights) != len(self.data.sources):
             name = where.removesuffix("context") + "weights"
             raise ConfigError(f"'{name}' has {len(stage.weights)} shares for {len(self.data.sources)} sources; give one each")
@@ -163,14 +176,14 @@ class TrainRecipe:
                 return index, stage
         return len(self.stages) - 1, self.stages[-1]
 
-    def micro_batches(self, context: int, world: int) -> int:
-        """Forward passes per step and rank at a context length; raises `ConfigError` when rows cannot be shared out evenly."""
+    def micro_batches(self, context: int, sharers: int) -> int:
+        """Forward passes per step at a context length when that many ranks share the rows; raises `ConfigError` when they cannot evenly."""
         rows = self.batch_tokens // context
-        if rows % world:
-            raise ConfigError(f"'batch_tokens' = {self.batch_tokens} is {rows} rows of {context} tokens, which {world} ranks cannot share; "
-                              f"use a multiple of {world * context}")
-        own = rows // world
-        most = own if self.micro_batch_tokens is None else max(1, self.micro_batch_tokens // context)
+        if rows % sharers:
+            raise ConfigError(f"'batch_tokens' = {self.batch_tokens} is {rows} rows of {context} tokens, which {sharers} ranks cannot "
+                              f"share; use a multiple of {sharers * context}")
+        own = rows // sharers
+        most = own if self.micro_batch_tokens is None else max(1, self.micro_batch_tokens * self.mesh.context // context)
         return next(parts for parts in range(1, own + 1) if own % parts == 0 and own // parts <= most)
 
     def evaluation_contexts(self) -> tuple[int, ...]:

@@ -39,13 +39,13 @@ def attention(
 
 
 def max_logits(
-    q: Float[Tensor, "B T H Q"], k: Float[Tensor, "B T H Q"], scale: float, cu_seqlens: Int[Tensor, "S1"] | None = None
+    q: Float[Tensor, "B T H Q"], k: Float[Tensor, "B L H Q"], scale: float, cu_seqlens: Int[Tensor, "S1"] | None = None, offset: int = 0
 ) -> Float[Tensor, "H"]:
     """The largest visible causal logit scale * <q, k> of each head over the batch: what QK-Clip compares with its threshold.
 
-    No gradient; memory is bounded by tiles of queries. Conventions of `cu_seqlens` as in `attention`; self-attention only.
+    No gradient; memory is bounded by tiles of queries. Conventions of `cu_seqlens` and `offset` as in `attention`.
     """
-    check_attention(q, k, cu_seqlens, 0)
+    check_attention(q, k, cu_seqlens, offset)
     spans = [(0, q.shape[1])] if cu_seqlens is None else list(document_spans(cu_seqlens))
     dtype = torch.promote_types(q.dtype, torch.float32)
     largest = torch.full((q.shape[2],), -torch.inf, dtype=dtype, device=q.device)
@@ -53,7 +53,7 @@ def max_logits(
         for first, last in spans:
             for start in range(first, last, QUERY_TILE):
                 stop = min(start + QUERY_TILE, last)
-                scores = _scores(q[:, start:stop], k[:, first:stop], scale, start - first)
+                scores = _scores(q[:, start:stop], k[:, first : stop + offset], scale, start - first + offset)
                 largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)))
     return largest
 

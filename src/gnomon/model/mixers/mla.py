@@ -97,15 +97,19 @@ class Mixer(nn.Module):
     def expanded(self, q: Float[Tensor, "B T H Q"], rows: Float[Tensor, "B T C"], cu_seqlens: Tensor | None) -> Float[Tensor, "B T H V"]:
         """Attention with keys and values of each head written out: prefill and training."""
         k, v = self._keys_values(rows)
-        if self.watch_logits:
-            seen = mla.max_logits(q.detach(), k.detach(), self.scale, cu_seqlens)
-            self.max_logits = seen if self.max_logits is None else torch.maximum(self.max_logits, seen)
+        self._watch(q, k, cu_seqlens)
         return mla.attention(q, k, v, self.scale, cu_seqlens)
 
+    def _watch(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, offset: int = 0) -> None:
+        if self.watch_logits:
+            seen = mla.max_logits(q.detach(), k.detach(), self.scale, cu_seqlens, offset)
+            self.max_logits = seen if self.max_logits is None else torch.maximum(self.max_logits, seen)
+
     def _continued(self, q: Tensor, rows: Tensor, earlier: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """The same where the first document has `earlier` latents; its largest logits are not watched."""
+        """The same where the first document has `earlier` latents."""
         here = q.shape[1] if cu_seqlens is None else int(cu_seqlens[1])
         k, v = self._keys_values(torch.cat([earlier, rows[:, :here]], 1))
+        self._watch(q[:, :here], k, None, earlier.shape[1])
         first = mla.attention(q[:, :here], k, v, self.scale, None, earlier.shape[1])
         if cu_seqlens is None or len(cu_seqlens) == 2:
             return first

@@ -1,0 +1,82 @@
+"""Four ranks, laid out in the ways that recipes can name, are one run: the same losses, biases, balance and weights."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gnomon import config as toml
+from gnomon.train import checkpoint
+from gnomon.train.loop import train
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")  # one connection for all runs
+from gnomon.train.loop import train
+from gnomon.train.recipe import load
+for path in sys.argv[1:]:
+    train(load(Path(path)), quiet=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+FEW = {"batch_tokens": 512, "stages": [{"context": 64, "steps": 1}, {"context": 128, "steps": 1}], "micro_batch_tokens": 128,
+       "model": {"num_hidden_layers": 2, "attn_res_block_size": 1}, "evaluate": {"tokens": 128, "contexts": [64]},
+       "checkpoint": {"every_steps": 1, "keep": 9}}
+
+
+def run_all(recipes: list[Any], folder: Path, repository: Path, ranks: int = 4) -> subprocess.CompletedProcess[str]:
+    """Train one recipe after another under one torchrun."""
+    program, paths = folder / "program.py", []
+    program.write_text(PROGRAM)
+    for number, recipe in enumerate(recipes):
+        paths.append(folder / f"recipe{number}.toml")
+        paths[-1].write_text(toml.to_toml(recipe))
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(program), *map(str, paths)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, rows: Any, folder: Path, repository: Path) -> None:
+    """Each run goes through its meshes, a step on each but the last, which does the rest; all are the run of one rank."""
+    alone = recipe("alone", **FEW)
+    train(alone, quiet=True)
+    started, ended = [], {}
+    for name, stretch in meshes.items():
+        begun = {**FEW, "stages": FEW["stages"][:1]}
+        started += [recipe(name, mesh=mesh, **begun) for mesh in stretch[:-1]]
+        ended[name] = recipe(name, mesh=stretch[-1], **FEW)
+    result = run_all([*started, *ended.values()], folder, repository)
+    assert result.returncode == 0, result.stderr[:6000]
+    for name, other in ended.items():
+        for one, two in zip(rows(alone), rows(other), strict=True):
+            assert one["loss"] == pytest.approx(two["loss"], abs=2e-5), name
+            assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-3), name
+            assert one["max_violation_by_layer"] == pytest.approx(two["max_violation_by_layer"], abs=0.02), name
+            assert one["max_logit"] == pytest.approx(two["max_logit"], rel=1e-3), name
+            assert one["tokens"] == two["tokens"], name
+        whole, joined = (checkpoint.load(checkpoint.latest(r.run)).tensors for r in (alone, other))
+        for group in ("model", "optimizer"):
+            assert whole[group].keys() == joined[group].keys(), name
+            assert all(torch.allclose(whole[group][key], joined[group][key], atol=1e-3) for key in whole[group]), name
+        assert (other.run / "report.html").exists()
+
+
+def test_pairs_of_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
+    meshes = {"experts and copies": [{"expert": 2, "data": 2}], "experts and tokens": [{"expert": 2, "context": 2}],
+              "moved": [{"expert": 4}, {"context": 2}]}
+    check_meshes(meshes, recipe, rows, tmp_path, repository)
+
+
+@pytest.mark.slow
+def test_single_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
+    meshes = {"copies": [{}], "experts": [{"expert": 4}], "tokens": [{"context": 4}]}
+    check_meshes(meshes, recipe, rows, tmp_path, repository)
