@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from gnomon.agent import command as agent
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
 from gnomon.plan import command as plan
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     serve.declare_serve(verbs.add_parser("serve", help="OpenAI- and Anthropic-compatible API and a chat page for a model"))
     serve.declare_chat(verbs.add_parser("chat", help="talk to a model in the terminal"))
 
+    agent.declare(verbs.add_parser("eval", help="tasks × policies × harnesses × efforts: a table with intervals, a page for each attempt"))
     verify.declare(verbs.add_parser("verify", help="is a cached answer the uncached one? a model, or any server with log-probabilities"))
 
     show = verbs.add_parser("show", help="a recipe resolved, with a line about each field; or what a model costs")
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gnomon: error: {_one_line(error)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        resumes = "; the same command again goes on from the last checkpoint" if arguments[:1] in (["train"], ["tour"]) else ""
+        resumes = "; the same command again goes on from there" if arguments[:1] in (["train"], ["tour"], ["eval"]) else ""
         print(f"\ngnomon: interrupted{resumes}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `gnomon show … | head`: the reader has what it wanted
@@ -120,7 +122,9 @@ def _show(parsed: argparse.Namespace) -> None:
     if path.is_dir():
         path = path / "recipe.toml"
     if path.suffix == ".toml":
-        load = importlib.import_module("gnomon.serve.settings" if path.stem.startswith("serve") else "gnomon.train.recipe").load
+        kinds = {"serve": "gnomon.serve.settings", "eval": "gnomon.agent.evaluate_recipe"}
+        kind = "eval" if (path.parent / "eval.json").exists() else path.stem.split("-")[0]
+        load = importlib.import_module(kinds.get(kind, "gnomon.train.recipe")).load
         print(to_toml(load(path, tuple(parsed.overrides)), docs=True), end="")
         return
     if path.suffix == ".json":
@@ -149,7 +153,7 @@ def _kernels(parsed: argparse.Namespace) -> None:
 
 
 VERBS = {"tour": _tour, "train": train.train, "sample": train.sample, "export": train.export, "serve": serve.serve, "chat": serve.chat,
-         "verify": verify.run, "show": _show, "sandbox": sandbox.run, "plan": plan.run, "kernels": _kernels}
+         "eval": agent.run, "verify": verify.run, "show": _show, "sandbox": sandbox.run, "plan": plan.run, "kernels": _kernels}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,7 @@ from gnomon.serve.settings import load as read_settings
 from gnomon.train.recipe import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
-RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem != "serve")
+RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem not in ("serve", "eval"))
 
 
 def test_there_are_recipes() -> None:

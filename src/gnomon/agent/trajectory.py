@@ -126,7 +126,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One attempt at one task. `turns` only grow: `appended` gives the longer trajectory and changes nothing."""
+    """One attempt at one task. `turns` only grow: `appended` gives the longer trajectory and changes nothing.
+
+    `seconds` says, once it has ended, how long its parts took: `machine`, `agent`, `judge`.
+    """
 
     id: str
     task_id: str
@@ -138,6 +141,7 @@ class Trajectory:
     turns: tuple[Turn, ...] = ()
     score: Score | None = None
     stop_reason: StopReason | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def appended(self, turn: Turn) -> Trajectory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,13 +28,13 @@ def read(path: Path) -> Trajectory:
 
 def write(trajectory: Trajectory, path: Path) -> None:
     """A whole trajectory into a new file."""
-    with TrajectoryFile(path, replace(trajectory, turns=(), score=None, stop_reason=None)) as file:
+    with TrajectoryFile(path, replace(trajectory, turns=(), score=None, stop_reason=None, seconds={})) as file:
         for turn in trajectory.turns:
             file.append(turn)
         if trajectory.score is not None:
             file.judge(trajectory.score)
         if trajectory.stop_reason is not None:
-            file.end(trajectory.stop_reason)
+            file.end(trajectory.stop_reason, trajectory.seconds)
 
 
 class TrajectoryFile:
@@ -73,10 +74,10 @@ class TrajectoryFile:
         self._line("score", score.to_json())
         self.trajectory = replace(self.trajectory, score=score)
 
-    def end(self, reason: StopReason) -> None:
-        """No turn comes after this."""
-        self._line("end", {"stop_reason": reason})
-        self.trajectory = replace(self.trajectory, stop_reason=reason)
+    def end(self, reason: StopReason, seconds: Mapping[str, float] | None = None) -> None:
+        """No turn comes after this. `seconds` is how long the attempt's parts took."""
+        self._line("end", {"stop_reason": reason, **({"seconds": dict(seconds)} if seconds else {})})
+        self.trajectory = replace(self.trajectory, stop_reason=reason, seconds=dict(seconds or {}))
 
     def close(self) -> None:
         """Let go of the file; twice is no error."""
@@ -142,5 +143,7 @@ def _grown(trajectory: Trajectory, kind: str, fields: Fields) -> Trajectory:
     reason = fields.text("stop_reason") if kind == "end" else None
     if reason not in get_args(StopReason):
         raise fields.wrong("kind", kind, "turn, score or end with a stop_reason")
+    seconds = Fields(fields.table("seconds"), "end", "seconds")
+    took = {name: seconds.number(name) for name in fields.table("seconds")}
     fields.done()
-    return replace(trajectory, stop_reason=reason)  # type: ignore[arg-type]
+    return replace(trajectory, stop_reason=reason, seconds=took)  # type: ignore[arg-type]
