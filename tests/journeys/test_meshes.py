@@ -71,12 +71,13 @@ def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, rows: Any
 
 
 def test_pairs_of_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
-    meshes = {"experts and copies": [{"expert": 2, "data": 2}], "experts and tokens": [{"expert": 2, "context": 2}],
-              "moved": [{"expert": 4}, {"context": 2}]}
+    meshes = {"experts and shared-out copies": [{"expert": 2, "data": 2, "zero": 1}], "experts and tokens": [{"expert": 2, "context": 2}],
+              "moved": [{"expert": 4}, {"context": 2, "zero": 1}]}
     check_meshes(meshes, recipe, rows, tmp_path, repository)
 
 
 @pytest.mark.slow
 def test_single_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
-    meshes = {"copies": [{}], "experts": [{"expert": 4}], "tokens": [{"context": 4}]}
+    meshes = {"copies": [{}], "shared-out copies": [{"zero": 1}], "experts and copies": [{"expert": 2}],
+              "experts": [{"expert": 4}], "tokens": [{"context": 4}]}
     check_meshes(meshes, recipe, rows, tmp_path, repository)

@@ -34,12 +34,15 @@ class Axes:
     data: int | None = setting(None, "copies of the model, each with rows of its own; none: as many as the ranks allow")
     expert: int = setting(1, "ranks that share the experts of a copy; each reads rows of its own")
     context: int = setting(1, "ranks that share the tokens of the same rows")
+    zero: int = setting(0, "1: each rank keeps the optimiser's state of its share of the parameters; 0: of all that it holds")
 
     def __post_init__(self) -> None:
         for name in NAMES:
             side = getattr(self, name)
             if side is not None and side < 1:
                 raise ConfigError(f"'mesh.{name}' is {side}; it is a number of ranks, at least 1")
+        if self.zero not in (0, 1):
+            raise ConfigError(f"'mesh.zero' is {self.zero}; use 0 (each copy keeps all states) or 1 (states are shared out)")
 
     def over(self, world: int) -> Axes:
         """The same with `data` filled in for `world` ranks. Raises `ConfigError` when they do not make up a box."""

@@ -113,8 +113,7 @@ def build(material: Material, mesh: Mesh) -> Parts:
         watch(model.mla_layers())
     auxiliary = recipe.balance.auxiliary_weight if recipe.balance.method == "auxiliary" else 0.0
     objective = Objective(model, auxiliary, recipe.precision == "bf16")
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = Muon(parameters, recipe.optimizer, head_rows(recipe.model))
+    optimizer = Muon(spread.parameters(model), recipe.optimizer, head_rows(recipe.model))
     return Parts(recipe=recipe, material=material, mesh=mesh, spread=spread, model=model, objective=objective, optimizer=optimizer,
                  batches=stream(material, mesh))
 
@@ -167,6 +166,7 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
     loads = balance.update_balance(parts.model.routers(), recipe.balance, mesh.sum)
     rate = recipe.optimizer.learning_rate * recipe.schedule.factor(step, recipe.total_steps)
     parts.optimizer.step(rate)
+    parts.spread.publish()
     row: dict[str, Any] = {"step": step + 1, "stage": index, "context": stage.context, "loss": loss, "learning_rate": rate}
     if recipe.optimizer.clip_logits is not None and parts.model.mla_layers():
         row["max_logit"] = clip_logits(parts.model.mla_layers(), recipe.optimizer.clip_logits, mesh.max).max().item()
@@ -209,7 +209,8 @@ def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[T
 
 def save(parts: Parts, step: int, metrics: Metrics | None) -> None:
     """Write the checkpoint after `step` steps; the first rank's work, to which others give what they hold."""
-    model, optimizer = (parts.spread.whole(named) for named in (checkpoint.model_tensors(parts.model), parts.optimizer.state_dict()))
+    model = parts.spread.whole(checkpoint.model_tensors(parts.model))
+    optimizer = parts.spread.whole_states(parts.optimizer.state_dict())
     if metrics is None:
         return
     run: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
@@ -229,7 +230,7 @@ def restore(parts: Parts) -> tuple[int, int]:
         return 0, 0
     saved = checkpoint.load(path)
     checkpoint.restore_model(parts.model, parts.spread.share(saved.tensors["model"]), path)
-    parts.optimizer.load_state_dict(parts.spread.share(saved.tensors["optimizer"]))
+    parts.optimizer.load_state_dict(parts.spread.share_states(saved.tensors["optimizer"]))
     parts.batches.restore(saved.state["data"])
     run = saved.tensors["run"]
     for layer, router in enumerate(parts.model.routers()):

@@ -82,9 +82,9 @@ class Muon:
         """
         named = {name: p.grad for name, p in (*self.matrices.items(), *self.others.items()) if p.grad is not None}
         gradients = list(named.values())
-        norms = torch.stack(torch._foreach_norm(gradients)).float()
+        norms = torch.stack(torch._foreach_norm(gradients)).float() if gradients else torch.zeros(0)
         norm = torch.linalg.vector_norm(norms) if total is None else total(list(named), norms)
-        if self.config.clip_gradient is not None:
+        if self.config.clip_gradient is not None and gradients:
             torch._foreach_mul_(gradients, (self.config.clip_gradient / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
