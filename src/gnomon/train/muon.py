@@ -59,7 +59,7 @@ class Muon:
         named = dict(parameters)
         self.config, self.gather = config, gather
         self.head_rows = dict(head_rows) if config.per_head else {}
-        self.matrices = {name: p for name, p in named.items() if is_matrix(name, p)}
+        self.matrices = {name: p for name, p in named.items() if config.matrices and is_matrix(name, p)}
         self.others = {name: p for name, p in named.items() if name not in self.matrices}
         self.momentum = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
         self.first = {name: torch.zeros_like(p) for name, p in self.others.items()}
@@ -93,7 +93,7 @@ class Muon:
         """One update from the gradients that are present, which are consumed; a parameter without one stays as it is."""
         self.steps += 1
         self._step_matrices(learning_rate)
-        tables = [name for name in self.others if name.endswith(TABLES)]
+        tables = [name for name, p in self.others.items() if name.endswith(TABLES) or is_matrix(name, p)]
         self._step_others(tables, learning_rate, self.config.weight_decay)
         self._step_others([name for name in self.others if name not in tables], learning_rate * self.config.vector_rate, 0.0)
 

@@ -19,6 +19,7 @@ class MuonConfig:
     vector_rate: float = setting(1.0, "share of the learning rate for vectors: norms, decay, convolutions, depth queries")
     momentum: float = setting(0.95, "Muon's momentum, Nesterov")
     newton_schulz_steps: int = setting(5, "iterations of the orthogonalisation")
+    matrices: bool = setting(True, "orthogonalise the updates of matrices; false: AdamW for every parameter")
     per_head: bool = setting(True, "orthogonalise queries, keys and values head by head; false: whole projections")
     adam_betas: tuple[float, ...] = setting((0.9, 0.95), "AdamW's decay rates")
     adam_epsilon: float = setting(1e-8, "AdamW's epsilon")

@@ -1,0 +1,113 @@
+"""Grading beside the sampling: threads that judge what has finished while the rest is still being sampled.
+
+A grader that fails or hangs is the machine's fault and not the policy's: its rollout gets a score without a reward, which leaves it out of
+loss and statistics, and the run goes on. Read next: `partial.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from gnomon.agent.trajectory import Score
+from gnomon.errors import ConfigError
+from gnomon.posttrain.problem import Episode
+from gnomon.posttrain.rollout import Rollout
+
+Key = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One rollout to judge; `started` is None while it waits."""
+
+    rollout: Rollout
+    world: Episode | None
+    result: Future[Score]
+    started: float | None = None
+
+
+class Grading:
+    """A pool of threads that grade. Use it as a context manager: at the end nothing is waited for."""
+
+    def __init__(self, threads: int = 2, timeout_seconds: float = 60.0) -> None:
+        if threads < 1 or timeout_seconds <= 0:
+            raise ConfigError(f"'threads' {threads} must be at least 1 and 'timeout_seconds' {timeout_seconds} positive")
+        self.timeout_seconds = timeout_seconds
+        self._todo: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: dict[Key, _Job] = {}
+        self._threads = 0
+        for _ in range(threads):
+            self._add_thread()
+
+    def submit(self, rollout: Rollout, world: Episode | None) -> None:
+        """Judge a finished rollout soon; its world is closed afterwards."""
+        job = _Job(rollout, world, Future())
+        self._jobs[rollout.group, rollout.member] = job
+        self._todo.put(job)
+
+    def collect(self) -> list[Rollout]:
+        """All that were submitted since the last call, graded, by group and member. Waits; one that hangs is given up."""
+        jobs, self._jobs = self._jobs, {}
+        return [job.rollout.graded(self._score(job)) for _, job in sorted(jobs.items(), key=lambda pair: pair[0])]
+
+    def _score(self, job: _Job) -> Score:
+        while not job.result.done():
+            left = self.timeout_seconds if job.started is None else job.started + self.timeout_seconds - time.monotonic()
+            if left <= 0:
+                self._add_thread()  # its own is stuck
+                return Score(reward=None, error=f"the grader of problem {job.rollout.problem.id} ran past {self.timeout_seconds:g} s")
+            _wait(job.result, min(left, 1.0))
+        error = job.result.exception()
+        if error is not None:
+            return Score(reward=None, error=f"the grader of problem {job.rollout.problem.id} failed: {type(error).__name__}: {error}")
+        return job.result.result()
+
+    def _add_thread(self) -> None:
+        self._threads += 1
+        threading.Thread(target=_work, args=(self._todo,), daemon=True, name="grader").start()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Tell the threads to end."""
+        for _ in range(self._threads):
+            self._todo.put(None)
+
+
+def _wait(result: Future[Score], seconds: float) -> None:
+    done = threading.Event()
+    result.add_done_callback(lambda _: done.set())
+    done.wait(seconds)
+
+
+def _work(todo: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := todo.get()) is not None:
+        job.started = time.monotonic()
+        run(job.result, lambda job=job: _grade(job))  # type: ignore[misc]
+
+
+def _grade(job: _Job) -> Score:
+    try:
+        return job.rollout.problem.grade(job.rollout.sampled, job.world)
+    finally:
+        if job.world is not None:
+            job.world.close()
+
+
+def run(result: Future[Score], function: Callable[[], Score]) -> None:
+    """Call a function that somebody else wrote; whatever it raises becomes the future's, and the thread lives on."""
+    try:
+        result.set_result(function())
+    except BaseException as error:
+        result.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
