@@ -9,16 +9,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from gnomon.agent.trajectory import Score
-from gnomon.errors import ConfigError
+from gnomon.errors import ConfigError, GnomonError, VerifierError
 from gnomon.posttrain.problem import Episode
 from gnomon.posttrain.rollout import Rollout
+
+FAILURES = (GnomonError, ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""What a grader may raise: it is somebody else's program, and its mistakes are not the run's."""
 
 Key = tuple[int, int]
 
@@ -92,22 +94,12 @@ def _wait(result: Future[Score], seconds: float) -> None:
 def _work(todo: queue.SimpleQueue[_Job | None]) -> None:
     while (job := todo.get()) is not None:
         job.started = time.monotonic()
-        run(job.result, lambda job=job: _grade(job))  # type: ignore[misc]
-
-
-def _grade(job: _Job) -> Score:
-    try:
-        return job.rollout.problem.grade(job.rollout.sampled, job.world)
-    finally:
-        if job.world is not None:
-            job.world.close()
-
-
-def run(result: Future[Score], function: Callable[[], Score]) -> None:
-    """Call a function that somebody else wrote; whatever it raises becomes the future's, and the thread lives on."""
-    try:
-        result.set_result(function())
-    except BaseException as error:
-        result.set_exception(error)
-        if not isinstance(error, Exception):
-            raise
+        try:
+            job.result.set_result(job.rollout.problem.grade(job.rollout.sampled, job.world))
+        except FAILURES as error:
+            job.result.set_exception(error)
+        finally:
+            if not job.result.done():  # something that ends the thread, such as SystemExit
+                job.result.set_exception(VerifierError("the grader ended its thread"))
+            if job.world is not None:
+                job.world.close()

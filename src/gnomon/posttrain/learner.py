@@ -87,8 +87,8 @@ def stream(documents: Sequence[Document], device: torch.device | str = "cpu") ->
     bounds, places, targets, owner, behaviour = [0], list[int](), list[int](), list[int](), list[float]()
     for index, each in enumerate(documents):
         if len(each.mask) != len(each.token_ids) or len(each.token_ids) < 2 or each.mask[0]:
-            raise ConfigError(f"document {index}: {len(each.token_ids)} ids, {len(each.mask)} flags; it needs two ids or more, and the first "
-                              "is read")
+            raise ConfigError(f"document {index}: {len(each.token_ids)} ids, {len(each.mask)} flags; it needs two ids or more, and the "
+                              "first is read")
         found = [i for i, learnt in enumerate(each.mask) if learnt]
         places += [bounds[-1] + i - 1 for i in found]
         targets += [each.token_ids[i] for i in found]

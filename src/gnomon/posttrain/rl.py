@@ -1,0 +1,208 @@
+"""Reinforcement learning in one domain at one effort; read `train` from top to bottom (report §4.1).
+
+A step: the sampler takes the weights; the pool gives the groups that are complete; rewards beyond the budget become -1; advantages are
+rewards less the mean of their group; the groups go through a few updates, each normalised by all the tokens that its share of the groups
+has sampled. Groups whose rewards are all equal teach nothing, cost nothing and stay in that count. What the machine failed at is in
+neither.
+Read next: `objective.py`, `partial.py`, `effort.py`, `learner.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnomon.config import setting
+from gnomon.errors import ConfigError
+from gnomon.model.transformer import Transformer
+from gnomon.posttrain import effort, learner, objective
+from gnomon.posttrain.effort import Budgets, TauConfig
+from gnomon.posttrain.grading import Grading
+from gnomon.posttrain.keeping import KeepConfig, Kept
+from gnomon.posttrain.learner import Document, Learner, LearnerConfig
+from gnomon.posttrain.objective import ObjectiveConfig
+from gnomon.posttrain.partial import Group, Iteration, Pool, PoolConfig
+from gnomon.posttrain.policy import Sampler
+from gnomon.posttrain.problem import ProblemSource
+from gnomon.posttrain.rollout import Rollout, seed_of
+from gnomon.posttrain.watch import Watch
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """How rollouts are sampled and graded."""
+
+    temperature: float = setting(1.0, "of sampling; the trainer's log-probabilities are of the same")
+    slots: int = setting(256, "rollouts at work at a time")
+    cache_tokens: int = setting(65_536, "ids of all rollouts at work; more wait until some have finished")
+    graders: int = setting(2, "threads that grade")
+    grader_seconds: float = setting(60.0, "a grader that takes longer is given up; its rollout is left out")
+
+    def sampler(self, model: Transformer, version: int) -> Sampler:
+        """A sampler of these settings."""
+        return Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLConfig:
+    """A run of reinforcement learning."""
+
+    steps: int = setting(40, "iterations of sampling and learning")
+    updates: int = setting(2, "updates of the weights per iteration")
+    pool: PoolConfig = setting(PoolConfig(), "prompts, group size, partial rollouts")
+    sampling: SamplingConfig = setting(SamplingConfig(), "sampler and graders")
+    objective: ObjectiveConfig = setting(ObjectiveConfig(), "what is minimised")
+    learner: LearnerConfig = setting(LearnerConfig(), "optimiser")
+    tau: TauConfig = setting(TauConfig(), "budget over the run")
+    largest_gap: float = setting(1e-3, "alarm when trainer and sampler differ by more than this log-probability on average")
+    keep: KeepConfig = setting(KeepConfig(), "checkpoints")
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.updates < 1:
+            raise ConfigError(f"'steps' {self.steps} and 'updates' {self.updates} must be at least 1")
+        if self.pool.group_size < 2:
+            raise ConfigError(f"'pool.group_size' is {self.pool.group_size}; the mean of a group needs at least 2 rollouts")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Start:
+    """What a run begins with: weights, problems, the budgets of its cold start (None: no budget binds), and the seed of every draw."""
+
+    model: Transformer
+    source: ProblemSource
+    budgets: Budgets | None = None
+    seed: int = 0
+    say: Say = field(default=lambda _: None)
+
+
+def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = None) -> list[dict[str, Any]]:
+    """Train, or go on where the folder stands; returns the rows of metrics of the steps that this call took.
+
+    Raises `ConfigError` for a budget without measured b0, `TrainingError` for numbers that are not finite.
+    """
+    if config.tau.target is not None and start.budgets is None:
+        raise ConfigError(f"'tau.target' is {config.tau.target}, but no b0 was measured; measure it on the cold-start checkpoint first")
+    made = Learner(start.model, config.learner, config.steps * config.updates)
+    pool, watch = Pool(start.source, config.pool, start.seed), Watch(config.largest_gap)
+    kept = Kept(folder=folder, config=config.keep, learner=made, seed=start.seed, memory={"pool": pool, "watch": watch}, recipe=recipe)
+    done, offset = kept.begin()
+    rows = []
+    with kept.metrics(offset, done) as metrics, Grading(config.sampling.graders, config.sampling.grader_seconds) as grading:
+        sampler = config.sampling.sampler(made.model, done)
+        for step in range(done, config.steps):
+            began = time.perf_counter()
+            sampler.load(made.model, step)
+            iteration = pool.iterate(sampler, grading)
+            sampled = time.perf_counter() - began
+            tau = config.tau.at(step, config.steps)
+            row = {"step": step + 1, "tau": None if math.isinf(tau) else tau, **learn(made, iteration, start, config, step)}
+            row |= watch.look(row, start.say)
+            row |= {"sampling_seconds": sampled, "seconds": time.perf_counter() - began}
+            metrics.write(row)
+            rows.append(row)
+            if kept.due(step + 1, config.steps):
+                kept.save(step + 1, metrics)
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Piece:
+    """Rollouts of one forward pass: advantage and weight of each one's tokens, and whether the weights as they are sampled all of it."""
+
+    documents: list[Document]
+    advantages: Tensor
+    weights: Tensor
+    fresh: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """What the updates of one iteration saw: outcomes with their token counts, gaps between trainer and sampler, gradient norms."""
+
+    outcomes: list[tuple[objective.Outcome, int]] = field(default_factory=list)
+    gaps: list[Tensor] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        """As metrics."""
+        total = max(1, sum(count for _, count in self.outcomes))
+        gaps = torch.cat(self.gaps) if self.gaps else torch.zeros(1)
+        gaps = gaps if len(gaps) else torch.zeros(1)
+        return {
+            "loss": sum(outcome.loss.item() for outcome, _ in self.outcomes), "gradient_norm": sum(self.norms) / max(1, len(self.norms)),
+            "kept": sum(o.kept * n for o, n in self.outcomes) / total if self.outcomes else 1.0,
+            "log_ratio": sum(o.log_ratio * n for o, n in self.outcomes) / total,
+            "gap": gaps.mean().item(), "largest_gap": gaps.max().item(),
+        }
+
+
+def learn(made: Learner, iteration: Iteration, start: Start, config: RLConfig, step: int) -> dict[str, Any]:
+    """The updates of one iteration; returns its metrics."""
+    tau, groups, seen = config.tau.at(step, config.steps), iteration.groups, Seen()
+    rewards = torch.tensor([[_reward(r, start, tau, step, config) for r in group.rollouts] for group in groups], dtype=torch.float64)
+    advantages = objective.group_advantages(rewards, config.objective)
+    order = np.random.default_rng(seed_of(start.seed, step, 1)).permutation(len(groups)).tolist()
+    rate = made.rate()
+    for part in range(config.updates):
+        chosen = order[part :: config.updates]
+        pieces = _pieces([groups[i] for i in chosen], advantages[chosen], rewards[chosen], config, step)
+        seen.norms.append(made.update(pieces, lambda piece, part=part: _loss(made, piece, config, seen, part == 0)))  # type: ignore[misc]
+    signal = (advantages != 0).any(1).double().mean().item()
+    return _measured(iteration, start.budgets, tau) | seen.row() | {"signal": signal, "learning_rate": rate}
+
+
+def _pieces(groups: Sequence[Group], advantages: Tensor, rewards: Tensor, config: RLConfig, step: int) -> list[Piece]:
+    """The rollouts that teach something, in pieces of bounded size, weighted by all that count."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    flat, valid = advantages.flatten(), rewards.flatten().isfinite()
+    lengths = torch.tensor([len(r.sampled) for r in rollouts], dtype=torch.int64) * valid
+    weights = objective.token_weights(lengths, config.objective)
+    chosen = [i for i in range(len(rollouts)) if flat[i] != 0 and lengths[i] > 0]
+    sizes = [len(rollouts[i].token_ids) for i in chosen]
+    return [Piece(documents=[learner.document(rollouts[i]) for i in part], advantages=flat[part].float(), weights=weights[part],
+                  fresh=torch.tensor([rollouts[i].oldest == step for i in part]))
+            for part in learner.in_pieces(chosen, sizes, config.learner.micro_tokens)]
+
+
+def _loss(made: Learner, piece: Piece, config: RLConfig, seen: Seen, first: bool) -> Tensor:
+    laid = learner.stream(piece.documents, made.mesh.device)
+    logprobs = learner.token_logprobs(made.model, laid, config.sampling.temperature)
+    outcome = objective.policy_loss(logprobs, laid.behaviour, piece.advantages.to(laid.owner.device)[laid.owner],
+                                    piece.weights.to(laid.owner.device)[laid.owner], config.objective)
+    if first:  # before the first update the trainer's policy is the one that sampled
+        seen.gaps.append((logprobs.detach() - laid.behaviour).abs()[piece.fresh.to(laid.owner.device)[laid.owner]])
+    seen.outcomes.append((outcome, len(laid.targets)))
+    return outcome.loss
+
+
+def _reward(rollout: Rollout, start: Start, tau: float, step: int, config: RLConfig) -> float:
+    if rollout.oldest is not None and step - rollout.oldest >= config.pool.most_stale:
+        return math.nan
+    return effort.reward(rollout, start.budgets, tau)
+
+
+def _measured(iteration: Iteration, budgets: Budgets | None, tau: float) -> dict[str, Any]:
+    """How good and how long the answers were."""
+    scored = [r for group in iteration.groups for r in group.rollouts if r.score is not None and r.score.reward is not None]
+    count = max(1, len(scored))
+    over = [budgets is not None and budgets.over(r, tau) for r in scored]
+    rewards = [r.score.reward for r in scored if r.score is not None and r.score.reward is not None]
+    sampled = sum(len(r.sampled) for r in scored)
+    return {
+        "accuracy": sum(reward > 0 for reward in rewards) / count, "reward": sum(rewards) / count,
+        "score": sum(reward > 0 and not late for reward, late in zip(rewards, over, strict=True)) / count,
+        "over_budget": sum(over) / count, "spent": sum(r.spent for r in scored) / count, "unfinished_answers": sum(
+            r.end == "length" for r in scored) / count,
+        "entropy": -sum(sum(r.logprobs) for r in scored) / max(1, sampled), "groups": len(iteration.groups), "tokens": sampled,
+        "sampled_tokens": iteration.sampled_tokens, "carried": iteration.carried, "dropped": iteration.dropped, "failed": iteration.failed,
+    }
