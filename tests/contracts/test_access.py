@@ -39,6 +39,13 @@ def test_what_is_not_safe_is_refused(table: dict[str, Any], environment: dict[st
         api_keys(settings(**table), environment)
 
 
+def test_two_keys_of_one_name_are_refused() -> None:
+    for keys in ("ann:0123456789,ann:9876543210", "key-2:0123456789,abcdefghij"):
+        with pytest.raises(ConfigError, match="two API keys are named"):
+            api_keys(settings(), {"GNOMON_API_KEYS": keys})
+    assert list(api_keys(settings(), {"GNOMON_API_KEYS": "0123456789,ann:9876543210"})) == ["key-1", "ann"]
+
+
 def test_an_open_address_needs_keys_or_the_word() -> None:
     assert api_keys(settings(host="0.0.0.0"), {"GNOMON_API_KEYS": "me:long-enough"})
     assert api_keys(settings(host="0.0.0.0", access={"without_keys": True}), {}) == {}

@@ -44,6 +44,18 @@ def test_in_order_within_the_budget() -> None:
     run(test)
 
 
+def test_a_deadline_ends_the_wait() -> None:
+    async def test() -> None:
+        gate = admission(wait=1e6)
+        await gate.enter("interactive", 10, 100)
+        for seconds in (-1.0, 0.01):
+            with pytest.raises(Busy, match="no room for another interactive request"):
+                await gate.enter("interactive", 10, 100, seconds)
+        assert gate.running == 1
+
+    run(test)
+
+
 def test_a_burst_of_long_prompts_leaves_the_short_ones_alone() -> None:
     async def test() -> None:
         gate = admission()

@@ -166,14 +166,36 @@ def test_structured_output_waits_for_the_end_of_thinking(server_url: str, script
     api.create(model="tiny", messages=HELLO, extra_body={"regex": "a+"})
     first, second, third = (request.sampling.grammar for request in scripted.requests)
     assert first is not None and first.kind == "json_schema" and json.loads(first.text) == schema and first.after == chat.answer_opens
+    assert first.closes == chat.answer_closes
     assert second is not None and second.kind == "json_object" and second.after == ()
     assert third is not None and (third.kind, third.text, third.after) == ("regex", "a+", chat.answer_opens)
+
+
+def test_a_demanded_call_is_a_grammar_and_so_is_a_forbidden_one(server_url: str, scripted: ScriptedEngine, chat: ChatFormat) -> None:
+    api = client(server_url).chat.completions
+    other: Any = {"type": "function", "function": {"name": "clock"}}
+    named: Any = {"type": "function", "function": {"name": "clock"}}
+    for more in ({"tool_choice": "required"}, {"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": named},
+                 {"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": "required", "reasoning_effort": "none"}):
+        api.create(model="tiny", messages=HELLO, tools=[WEATHER, other], **more)
+    anyone, single, clock, none, auto, at_once = (request.sampling.grammar for request in scripted.requests)
+    assert anyone is not None and anyone.kind == "lark" and anyone.after == chat.answer_opens and anyone.closes
+    assert chat.answer_closes[-len(anyone.closes) :] == anyone.closes
+    assert "weather" in anyone.text and "clock" in anyone.text and "from2" in anyone.text
+    assert single is not None and "from2" not in single.text
+    assert clock is not None and "weather" not in clock.text and "clock" in clock.text
+    assert none is not None and (none.kind, none.after, none.closes) == ("regex", chat.answer_opens, chat.answer_closes)
+    assert auto is None and at_once is not None and at_once.after == ()
 
 
 def test_effort(server_url: str, scripted: ScriptedEngine, vocabulary: Tokenizer) -> None:
     api = client(server_url).chat.completions
     api.create(model="tiny", messages=HELLO, reasoning_effort="max")
     assert "thinking_effort=max" in vocabulary.decode(scripted.requests[0].prompt)
+    api.create(model="tiny", messages=HELLO)
+    api.create(model="tiny", messages=HELLO, reasoning_effort="none")
+    unsaid, none = (vocabulary.decode(request.prompt) for request in scripted.requests[1:])
+    assert "thinking_effort=max" in unsaid and "thinking_effort" not in none  # as the released tokenizer's template does
     with pytest.raises(openai.BadRequestError, match="choose none, low, medium, high, max") as refused:
         api.create(model="tiny", messages=HELLO, reasoning_effort="minimal")
     assert refused.value.param == "reasoning_effort"
@@ -266,8 +288,8 @@ def test_context_overflow_names_limit_and_length(server_url: str, scripted: Scri
         client(server_url).chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello " * 200}])
     assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="95 of output"):
-        client(server_url).chat.completions.create(model="tiny", messages=HELLO, max_tokens=95)
-    client(server_url).chat.completions.create(model="tiny", messages=HELLO)
+        client(server_url).chat.completions.create(model="tiny", messages=HELLO, max_tokens=95, reasoning_effort="none")
+    client(server_url).chat.completions.create(model="tiny", messages=HELLO, reasoning_effort="none")
     request = scripted.requests[0]
     assert request.sampling.max_tokens == 100 - len(request.prompt)
 

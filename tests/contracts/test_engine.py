@@ -13,6 +13,7 @@ from gnomon.errors import CapacityError, ConfigError
 from gnomon.kernels import native
 from gnomon.model import generate as plain
 from gnomon.model.inference import InferenceModel
+from gnomon.serve.constrain import LONGEST
 from gnomon.serve.engine import Engine, EngineSettings
 from gnomon.serve.pages import Memory
 from gnomon.serve.prefix import PrefixCache
@@ -308,7 +309,9 @@ def test_a_grammar_waits_for_the_end_of_thinking_and_regular_expressions_end(tal
 
 @pytest.mark.parametrize("grammar", [
     Grammar(kind="regex", text="a("), Grammar(kind="json_schema", text="{"), Grammar(kind="json_schema", text="[]"),
-    Grammar(kind="json_schema", text='{"type": "objekt"}'),
+    Grammar(kind="json_schema", text='{"type": "objekt"}'), Grammar(kind="regex", text=r"a[^\s\S]"),
+    Grammar(kind="json_schema", text="false"), Grammar(kind="json_schema", text='{"type": "integer", "minimum": 2, "maximum": 1}'),
+    Grammar(kind="regex", text="a" * (LONGEST + 1)), Grammar(kind="lark", text="start: unknown"),
 ])
 def test_grammars_that_cannot_be_are_refused(talker, tokenizer, grammar):
     engine = engine_of(talker, tokenizer=tokenizer)
@@ -318,6 +321,20 @@ def test_grammars_that_cannot_be_are_refused(talker, tokenizer, grammar):
 
 
 def test_a_grammar_that_gives_up_is_an_error_and_not_the_end_of_an_answer(talker, tokenizer):
-    sampling = Sampling(max_tokens=40, grammar=Grammar(kind="regex", text="a{1000}{1000}"))
-    said = finish(engine_of(talker, tokenizer=tokenizer), ask(sampling=sampling))["a"]
-    assert said[-1].reason == "error" and "the grammar cannot go on" in said[-1].error
+    class GivesUp:
+        """A constraint that goes on for three tokens."""
+
+        stop_ids, steps = frozenset({1}), 0
+
+        def allowed(self):
+            if self.steps == 3:
+                raise ConfigError("the grammar cannot go on: enough")
+
+        def add(self, token):
+            self.steps += 1
+            return False
+
+    engine = engine_of(talker, tokenizer=tokenizer)
+    engine.submit(ask(sampling=Sampling(max_tokens=40, grammar=Grammar(kind="regex", text="a+"))), GivesUp())
+    said = finish(engine)["a"]
+    assert len(ids(said)) == 3 and said[-1].reason == "error" and "the grammar cannot go on" in said[-1].error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from gnomon import extend
-from gnomon.data.messages import Conversation, Image, Message, Text, ToolCall
+from gnomon.data.messages import Conversation, Effort, Image, Message, Text, ToolCall
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
 
@@ -102,6 +102,15 @@ class Reply:
         return Message(role="assistant", content=content, reasoning=self.reasoning or None, tool_calls=self.tool_calls)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallGrammar:
+    """What a reply must be that has to call a tool: a grammar in Lark's notation, where `<[id]>` is a reserved id, from the place on where
+    an answer begins; and the ids that must follow it before a stop id."""
+
+    text: str
+    closes: tuple[int, ...]
+
+
 class Parser(Protocol):
     """Reads one reply, one sampled id at a time. Any ids are read: nothing raises, and text in no proper place is text of the answer."""
 
@@ -118,13 +127,15 @@ class ChatFormat(Protocol):
     """How one family of models writes conversations. Built from a tokenizer: `Format(tokenizer)`.
 
     `stop_ids` end a reply. An answer that must match a grammar lies between `answer_opens`, ids that the model writes when it has thought
-    (empty where nothing stands between), and `answer_closes`, the ids that must follow it before a stop id.
+    (empty where nothing stands between), and `answer_closes`, the ids that must follow it before a stop id. `default_effort` is how much
+    the released tokenizer tells the model to think where nobody says it.
     """
 
     name: str
     stop_ids: frozenset[int]
     answer_opens: tuple[int, ...]
     answer_closes: tuple[int, ...]
+    default_effort: Effort | None
 
     def encode(self, conversation: Conversation, *, generate: bool = True, images: bool = False) -> Encoded:
         """The ids of a conversation; with `generate`, ready for the next assistant message, without it the history alone.
@@ -136,6 +147,11 @@ class ChatFormat(Protocol):
 
     def parser(self, conversation: Conversation) -> Parser:
         """A parser for the reply to `conversation`."""
+        ...
+
+    def calls(self, conversation: Conversation, *, parallel: bool = True) -> CallGrammar | None:
+        """What the reply must be where `tool_choice` demands a call, of one tool or of any, with `parallel` of several; None where it
+        demands none."""
         ...
 
 

@@ -72,7 +72,10 @@ def api_keys(settings: ServeSettings, environment: Mapping[str, str] | None = No
     for line in (line.strip() for line in lines):
         if line and not line.startswith("#"):
             name, colon, key = line.partition(":")
-            keys[name if colon else f"key-{len(keys) + 1}"] = key if colon else name
+            name, key = (name, key) if colon else (f"key-{len(keys) + 1}", name)
+            if name in keys:
+                raise ConfigError(f"two API keys are named '{name}', and the log would not tell them apart; give each a name of its own")
+            keys[name] = key
     if any(len(key) < 8 for key in keys.values()):
         raise ConfigError("an API key has fewer than 8 characters; use long random ones: openssl rand -hex 24")
     if not keys and not settings.access.without_keys and not is_loopback(settings.host):

@@ -78,8 +78,9 @@ class Admission:
         long = priority == "interactive" and prompt_tokens > self._settings.long_prompt_tokens
         return self.lanes["long" if long else priority]
 
-    async def enter(self, priority: Priority, prompt_tokens: int, tokens: int) -> Ticket:
-        """Wait for a place for `tokens` (prompt and output). Raises `Busy` when the queue is full, the wait too long, or the end near."""
+    async def enter(self, priority: Priority, prompt_tokens: int, tokens: int, seconds: float = math.inf) -> Ticket:
+        """Wait for a place for `tokens` (prompt and output), for `seconds` at most. Raises `Busy` when the queue is full, the wait too
+        long, or the end near."""
         if self._closed:
             raise Busy("the server is shutting down; try another one, or later", 5, draining=True)
         lane = self.lane(priority, prompt_tokens)
@@ -91,12 +92,13 @@ class Admission:
         entry = (tokens, place)
         lane.waiting.append(entry)
         try:
-            async with asyncio.timeout(lane.settings.wait_seconds):
+            wait = min(lane.settings.wait_seconds, max(seconds, 0.0))
+            async with asyncio.timeout(wait):
                 await place
         except (TimeoutError, asyncio.CancelledError) as error:
             self._withdraw(lane, entry)
             if isinstance(error, TimeoutError):
-                message = f"no room for another {lane.name} request came up in {lane.settings.wait_seconds:g} s; try again later"
+                message = f"no room for another {lane.name} request came up in {wait:.3g} s; try again later"
                 raise Busy(message, self._retry(lane)) from None
             raise
         return Ticket(self, lane, tokens)

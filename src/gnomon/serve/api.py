@@ -89,6 +89,7 @@ class Gate:
         self._access = access
         self._log = log
         self._metrics = service.metrics
+        self._room = service.room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it here."""
@@ -108,6 +109,7 @@ class Gate:
             note.fields["error"] = "".join(traceback.format_exception(error))[-4000:]
             await self._close(scope, note, problem(error), receive, send)
         finally:
+            self._room.give(scope.get("body_bytes", 0))
             self._done(scope, note)
 
     def _sender(self, note: Note, send: Send) -> Send:

@@ -44,12 +44,11 @@ def endpoint(service: Service, dialect: Dialect) -> Callable[[Request], Awaitabl
     """The route of a dialect."""
 
     async def answer(request: Request) -> Response:
-        body = await read_json(request, service.settings.limits)
-        asked = dialect.read(body)
+        asked = await read_json(request, service.settings.limits, service.room, dialect.read)
         note = request.scope["note"]
         note.fields.update(stream=asked.stream, priority=asked.priority, session=asked.session)
         async with while_listening(request.receive):
-            opened = await service.open(asked, note.id)
+            opened = await service.open(asked, note.id, note.began)
             if not asked.stream:
                 return await _whole(service, dialect, opened, note.fields)
             batches = opened.batches()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,6 +22,7 @@ from gnomon.serve.body import read_json
 from gnomon.serve.reading import token_bytes
 from gnomon.serve.service import Service
 
+T = TypeVar("T")
 PAGE = {"/": ("index.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
         "/page.js": ("page.js", "text/javascript; charset=utf-8")}
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -69,10 +71,12 @@ class _More:
             "chat_format": service.chat.name if service.chat else None,
         }
 
+    async def _read(self, request: Request, read: Callable[[Any], T]) -> T:
+        return await read_json(request, self._service.settings.limits, self._service.room, read)
+
     async def tokenize(self, request: Request) -> Response:
         """The tokens of `prompt` as it stands, or of `messages` as a chat completion would send them to the model."""
-        body = await read_json(request, self._service.settings.limits)
-        fields = Fields(body)
+        fields = await self._read(request, Fields)
         wanted = bool(fields.flag("return_token_strs"))
         rest = {name: value for name, value in fields.table.items() if name != "return_token_strs"}
         if rest.get("model") is not None:
@@ -93,14 +97,14 @@ class _More:
 
     async def count(self, request: Request) -> Response:
         """The tokens of Anthropic's messages, as they would be sent to the model."""
-        asked = anthropic.read_count(await read_json(request, self._service.settings.limits))
+        asked = await self._read(request, anthropic.read_count)
         self._service.check_model(asked.model)
         [prompt] = await self._service.prompts(asked)
         return JSONResponse(anthropic.counted(len(prompt.tokens)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        fields = Fields(await read_json(request, self._service.settings.limits))
+        fields = await self._read(request, Fields)
         if (model := fields.text("model")) is not None:
             self._service.check_model(model)
         given = prompts(fields, "tokens") if fields.require("tokens") != [] else ((),)

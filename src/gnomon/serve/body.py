@@ -1,20 +1,55 @@
-"""The body of a request: read within a size and a time, parsed as strict JSON. Read next: `api.py`."""
+"""The body of a request: read within a size and a time, while there is room for it, and parsed as strict JSON. Read next: `api.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from gnomon.serve.admission import Busy
 from gnomon.serve.errors import ClientGone, Rejected
 from gnomon.serve.settings import LimitSettings
 
+T = TypeVar("T")
+LARGE = 1 << 16
+"""Bytes of a body from which on it is read beside the event loop."""
 
-async def read_json(request: Request, limits: LimitSettings) -> Any:
-    """The JSON that a client sent. Raises `Rejected` for what is no JSON, too large or too slow, `ClientGone` when it left."""
+
+class Room:
+    """The bytes of bodies that may be inside at a time; used by one event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def take(self, size: int) -> None:
+        """Hold so many bytes. Raises `Busy` where there are not that many."""
+        if self.used + size > self.limit:
+            raise Busy(f"the bodies of the requests inside have {self.used} bytes and {self.limit} are allowed; try again later", 1)
+        self.used += size
+
+    def give(self, size: int) -> None:
+        """Let go of so many."""
+        self.used -= size
+
+
+async def read_json(request: Request, limits: LimitSettings, room: Room, read: Callable[[Any], T]) -> T:
+    """What `read` makes of the JSON that a client sent; its place in `room` is noted in the request's scope as `body_bytes`.
+
+    Raises `Rejected` for what is no JSON, too large or too slow, `Busy` where there is no room, `ClientGone` when the client left, and what
+    `read` raises.
+    """
+    data = await _bytes(request, limits, room)
+    if len(data) < LARGE:
+        return read(parse(data))
+    return await asyncio.to_thread(lambda: read(parse(data)))
+
+
+async def _bytes(request: Request, limits: LimitSettings, room: Room) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise Rejected(415, f"the body must be JSON; send the header 'content-type: application/json' (it says '{kind[:80]}')",
@@ -29,12 +64,14 @@ async def read_json(request: Request, limits: LimitSettings) -> Any:
                 size += len(chunk)
                 if size > limits.body_bytes:
                     raise _too_large(limits)
+                room.take(len(chunk))
+                request.scope["body_bytes"] = size
                 chunks.append(chunk)
     except TimeoutError:
         raise Rejected(408, f"the body did not arrive within {limits.body_seconds:g} s", "request_timeout") from None
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the body") from None
-    return parse(b"".join(chunks))
+    return b"".join(chunks)
 
 
 def parse(data: bytes) -> Any:

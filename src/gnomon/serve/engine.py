@@ -95,10 +95,10 @@ class Engine:
         self._step_seconds = self._busy_seconds = 0.0
         self.worked = False  # whether the last step brought anything to the model
 
-    def submit(self, request: Request) -> None:
-        """Accept a request. Raises `ConfigError` for ids, settings or a grammar that cannot be, `CapacityError` for a prompt that is too
-        long; the engine is then as it was."""
-        self.submit_many([request])
+    def submit(self, request: Request, constraint: Constraint | None = None) -> None:
+        """Accept a request; `constraint` is what `prepare` made of its grammar, if that was asked before. Raises `ConfigError` for ids,
+        settings or a grammar that cannot be, `CapacityError` for a prompt that is too long; the engine is then as it was."""
+        self._enter([self._accept(request, constraint)])
 
     def submit_many(self, requests: Iterable[Request]) -> None:
         """Accept requests together, or none of them.
@@ -106,7 +106,9 @@ class Engine:
         A prompt is computed once: requests with the prompt of one whose prompt is not through yet are forked from it when it is. Those that
         do not use the cache share within one call only.
         """
-        accepted = [self._accept(request) for request in requests]
+        self._enter([self._accept(request) for request in requests])
+
+    def _enter(self, accepted: list[Sequence]) -> None:
         names = [sequence.request.id for sequence in accepted]
         for name in names:
             if name in self._sequences or names.count(name) > 1:
@@ -122,7 +124,7 @@ class Engine:
                 leader.followers.append(sequence)
 
     def prepare(self, request: Request) -> Constraint | None:
-        """Compile a request's grammar. That may take a second; done before `submit`, on any thread, it does not hold up a step."""
+        """Compile a request's grammar. That may take seconds; done before `submit`, on any thread, it does not hold up a step."""
         grammar = request.sampling.grammar
         if grammar is None:
             return None
@@ -201,7 +203,7 @@ class Engine:
                                 f"{format_bytes(memory.bytes_for(asked))} are needed")
         return room if asked is None else asked
 
-    def _accept(self, request: Request) -> Sequence:
+    def _accept(self, request: Request, constraint: Constraint | None = None) -> Sequence:
         """A request that can be run. Raises what `submit` says."""
         prompt, sampling = request.prompt, request.sampling
         if not prompt:
@@ -217,7 +219,7 @@ class Engine:
                 raise ConfigError(f"'logit_bias' has {token}: {bias}; ids are below {self.vocabulary} and values finite")
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("'stop' needs the vocabulary as text; give the engine a tokenizer")
-        constraint = self.prepare(request)
+        constraint = constraint or self.prepare(request)
         stop_ids = sampling.stop_ids if constraint is None else sampling.stop_ids | constraint.stop_ids
         self._arrivals += 1
         return Sequence(

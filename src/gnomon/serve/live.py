@@ -12,15 +12,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from gnomon.errors import CapacityError, GnomonError
+from gnomon.errors import CapacityError, ConfigError, GnomonError
+from gnomon.serve.constrain import Constraint
 from gnomon.serve.engine import Engine, EngineStats
 from gnomon.serve.request import Event, Finished, Request, Sampled
 
 FAILURES = (GnomonError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, MemoryError,
             OSError)
 """What a step may raise that says nothing about the next one. Anything else ends the thread, and all requests with it."""
+COMPILE_SECONDS = 20.0
+"""How long a request waits for its grammar to be compiled, those before it included."""
 PAUSE = 0.001
 """Seconds to wait after a step that had nothing to do although requests wait."""
 
@@ -35,6 +38,7 @@ class LiveEngine:
         self._listeners: dict[str, _Listener] = {}
         self._thread: threading.Thread | None = None
         self._open = False  # whether the thread will still look at commands
+        self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._until: float | None = None  # when to stop whatever still runs
         self.problem: str | None = None
 
@@ -68,17 +72,17 @@ class LiveEngine:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
+        self._grammars.shutdown(wait=False, cancel_futures=True)
 
     async def stream(self, request: Request) -> AsyncGenerator[Event, None]:
         """The events of a request, `Finished` last; closing the stream cancels it.
 
         Raises `ConfigError` or `CapacityError` for a request that cannot be run, or when the engine is not running.
         """
-        if request.sampling.grammar is not None:
-            await asyncio.to_thread(self._engine.prepare, request)
+        constraint = await self._compiled(request)
         listener = _Listener(request.id, asyncio.get_running_loop())
         try:
-            await self._accepted(request, listener)
+            await self._accepted(request, constraint, listener)
             while not listener.over:
                 for event in await listener.take():
                     yield event
@@ -90,7 +94,17 @@ class LiveEngine:
         """End a request early; its stream still brings `Finished`."""
         self._do(lambda: _ignore(self._engine.cancel(request_id)))
 
-    async def _accepted(self, request: Request, listener: _Listener) -> None:
+    async def _compiled(self, request: Request) -> Constraint | None:
+        """The grammar of a request, compiled beside everything else, one at a time. Raises `ConfigError` where that takes too long."""
+        if request.sampling.grammar is None:
+            return None
+        work = asyncio.get_running_loop().run_in_executor(self._grammars, self._engine.prepare, request)
+        try:
+            return await asyncio.wait_for(work, COMPILE_SECONDS)
+        except TimeoutError:
+            raise ConfigError(f"'grammar' took longer than {COMPILE_SECONDS:g} s to compile; make it smaller") from None
+
+    async def _accepted(self, request: Request, constraint: Constraint | None, listener: _Listener) -> None:
         done: Future[None] = Future()
 
         def submit() -> None:
@@ -99,7 +113,7 @@ class LiveEngine:
             try:
                 if self._until is not None:
                     raise CapacityError("the engine is stopping and takes no more requests")
-                self._engine.submit(request)
+                self._engine.submit(request, constraint)
             except GnomonError as error:
                 done.set_exception(error)
             else:

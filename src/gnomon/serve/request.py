@@ -18,14 +18,18 @@ Reason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grammar:
-    """What the output must match: a JSON Schema as JSON text, or a regular expression.
+    """What the output must match: a JSON Schema as JSON text, a regular expression, or a grammar in Lark's notation, in which `<[7]>` is
+    the reserved id 7.
 
-    With `after`, tokens are free until this id has been sampled (the model thinks first), and constrained from there.
+    With `after`, tokens are free until these ids have been sampled (the model thinks first), and constrained from there. Where the first
+    of them is a reserved id, it is the only one that may interrupt the thinking, and the others follow it. With `closes`, these ids follow
+    what matched, then a stop id; without, the output ends where the grammar does.
     """
 
-    kind: Literal["json_schema", "json_object", "regex"]
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""
     after: tuple[int, ...] = ()
+    closes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

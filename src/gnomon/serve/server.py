@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import signal
@@ -12,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.serve.access import Access
@@ -55,15 +57,49 @@ def address(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def bounded(connections: int, head_seconds: float) -> type[H11Protocol]:
+    """uvicorn's protocol for at most so many connections, each with so long for the head of a request; a body has a limit of its own."""
+
+    class Bounded(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+            super().connection_made(transport)
+            self._late = self.loop.call_later(head_seconds, transport.close)
+            if len(self.connections) > connections:
+                transport.write(FULL)
+                transport.close()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            asked = self.cycle is not None and not self.cycle.response_complete
+            if asked and self._late is not None:
+                self._late.cancel()
+                self._late = None
+            elif not asked and self._late is None:
+                self._late = self.loop.call_later(head_seconds, self.transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._late is not None:
+                self._late.cancel()
+            super().connection_lost(exc)
+
+    return Bounded
+
+
 class Server(uvicorn.Server):
     """uvicorn with our end: on a signal nobody new is let in, who runs may finish, and the process goes on to clean up."""
 
     def __init__(self, app: FastAPI, service: Service, ready: Callable[[], None] = lambda: None) -> None:
         self._service = service
         self._ready = ready
+        limits = service.settings.limits
         super().__init__(uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, lifespan="off", timeout_keep_alive=30, ws="none",
-            timeout_graceful_shutdown=max(1, round(service.settings.drain_seconds)),
+            app, http=bounded(limits.connections, limits.head_seconds), ws="none", log_config=None, access_log=False, server_header=False,
+            lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=max(1, round(service.settings.drain_seconds)),
         ))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -20,12 +20,15 @@ from gnomon.data.messages import Conversation
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.serve.admission import Admission
 from gnomon.serve.answering import Answer, Events, Prompt, Source
+from gnomon.serve.body import Room
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.reading import PlainText
 from gnomon.serve.request import Grammar, Request, Sampling
 from gnomon.serve.settings import ServeSettings
 
 T = TypeVar("T")
+ANYTHING = r"(.|\n)*"
+"""Words of any kind: what an answer is that may call no tool."""
 
 
 class LiveEngine(Events, Protocol):
@@ -54,6 +57,7 @@ class Service:
         self.admission = Admission(settings.admission)
         self.metrics = Metrics(self.admission, engine.stats)
         self._source = Source(events=engine, tokenizer=tokenizer, between_tokens=self.metrics.between_tokens.observe)
+        self.room = Room(settings.limits.inside_bytes)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")  # long prompts must not stop the event loop
 
     @property
@@ -65,9 +69,12 @@ class Service:
         """Let go of what the service holds; the engine is its maker's."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def open(self, asked: Asked, request_id: str) -> Answer:
-        """An answer that is ready to be listened to. Raises `Refused` and other `ConfigError`s for what cannot be asked, `Busy` when there
-        is no room."""
+    async def open(self, asked: Asked, request_id: str, arrived: float | None = None) -> Answer:
+        """An answer that is ready to be listened to; `arrived` is when its request came, in seconds of `time.perf_counter`.
+
+        Raises `Refused` and other `ConfigError`s for what cannot be asked, `Busy` when no room comes up before its deadline.
+        """
+        began = time.perf_counter() if arrived is None else arrived
         self.check_model(asked.model)
         prompts = await self.prompts(asked)
         tokens = min(self._output_tokens(asked, prompt) for prompt in prompts)
@@ -76,7 +83,11 @@ class Service:
         work = [(prompt, self._request(asked, prompt, f"{own}-{i * asked.n + j}", tokens, (seed + j) % 2**63))
                 for i, prompt in enumerate(prompts) for j in range(asked.n)]
         whole = sum(len(prompt.tokens) for prompt in prompts) + tokens * len(work)
-        ticket = await self.admission.enter(asked.priority, max(len(prompt.tokens) for prompt in prompts), whole)
+        deadline = began + self._seconds(asked)
+        ticket = await self.admission.enter(asked.priority, max(len(prompt.tokens) for prompt in prompts), whole,
+                                            deadline - time.perf_counter())
+        left = max(deadline - time.perf_counter(), 0.0)
+        work = [(prompt, replace(request, deadline_seconds=left)) for prompt, request in work]
         return Answer(self._source, asked, Head(id=request_id, created=int(time.time()), model=self.name), work, ticket)
 
     def check_model(self, name: str | None) -> None:
@@ -102,8 +113,9 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _with_effort(self, conversation: Conversation) -> Conversation:
-        effort = self.settings.defaults.effort
-        if effort is None or conversation.effort is not None or not conversation.thinking:
+        wanted = self.settings.defaults.effort
+        effort = self.chat.default_effort if wanted == "format" and self.chat is not None else wanted
+        if effort is None or effort == "format" or conversation.effort is not None or not conversation.thinking:
             return conversation
         return replace(conversation, effort=effort)
 
@@ -134,7 +146,6 @@ class Service:
 
     def _request(self, asked: Asked, prompt: Prompt, name: str, tokens: int, seed: int) -> Request:
         defaults = self.settings.defaults
-        deadline = self.settings.limits.request_seconds
         sampling = Sampling(
             max_tokens=tokens, temperature=_given(asked.temperature, defaults.temperature), top_p=_given(asked.top_p, defaults.top_p),
             top_k=_given(asked.top_k, defaults.top_k), min_p=_given(asked.min_p, defaults.min_p),
@@ -144,20 +155,32 @@ class Service:
         )
         return Request(
             id=name, prompt=prompt.tokens, sampling=sampling, boundaries=prompt.boundaries, priority=asked.priority, salt=asked.salt,
-            deadline_seconds=min(deadline, _given(asked.deadline_seconds, deadline)), cache=asked.cache,
+            deadline_seconds=self._seconds(asked), cache=asked.cache,
             prompt_logprobs=asked.echo and asked.top_logprobs is not None,
         )
 
+    def _seconds(self, asked: Asked) -> float:
+        """How long a request may take, from its arrival on."""
+        longest = self.settings.limits.request_seconds
+        return min(longest, _given(asked.deadline_seconds, longest))
+
     def _grammar(self, asked: Asked) -> Grammar | None:
-        """What binds the answer: free while the model thinks, from the opening of its answer on."""
-        conversation = asked.conversation
-        after = self.chat.answer_opens if self.chat and conversation and conversation.thinking else ()
+        """What binds the answer: free while the model thinks, from the opening of its answer on. A call that must be made comes first."""
+        chat, conversation = self.chat, asked.conversation
+        if chat is None or conversation is None:
+            return None if asked.regex is None else Grammar(kind="regex", text=asked.regex)
+        after = chat.answer_opens if conversation.thinking else ()
+        if (calls := chat.calls(conversation, parallel=asked.parallel_calls)) is not None:
+            return Grammar(kind="lark", text=calls.text, after=after, closes=calls.closes)
         if asked.regex is not None:
-            return Grammar(kind="regex", text=asked.regex, after=after)
-        wanted = conversation.response_format if conversation else None
-        if wanted is None:
-            return None
-        return Grammar(kind=wanted.kind, text=json.dumps(wanted.schema) if wanted.schema is not None else "", after=after)
+            return Grammar(kind="regex", text=asked.regex, after=after, closes=chat.answer_closes)
+        wanted = conversation.response_format
+        if wanted is not None:
+            text = json.dumps(wanted.schema) if wanted.schema is not None else ""
+            return Grammar(kind=wanted.kind, text=text, after=after, closes=chat.answer_closes)
+        if conversation.tools and conversation.tool_choice == "none" and chat.answer_closes:
+            return Grammar(kind="regex", text=ANYTHING, after=after, closes=chat.answer_closes)
+        return None
 
 
 def _given(value: T | None, default: T) -> T:

@@ -52,11 +52,16 @@ class LimitSettings:
     max_tokens: int = setting(4096, "tokens of output where the client names no limit")
     request_seconds: float = setting(600.0, "time after which an answer is cut (finish reason `length`, stop reason `deadline`)")
     body_seconds: float = setting(30.0, "time a client may take to send its body; slower ones get 408")
+    head_seconds: float = setting(30.0, "time a client may take to send the head of a request; slower ones are cut off")
+    inside_bytes: int = setting(128 * 2**20, "bodies of all requests that are inside, waiting ones included; one too many gets 429")
+    connections: int = setting(1024, "connections at a time; one too many is told 503 and closed")
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes", "max_tokens", "request_seconds", "body_seconds"):
+        for name in ("body_bytes", "max_tokens", "request_seconds", "body_seconds", "head_seconds", "connections"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"'{name}' is {getattr(self, name)}; use a positive number")
+        if self.inside_bytes < self.body_bytes:
+            raise ConfigError(f"'inside_bytes' is {self.inside_bytes}; use at least 'body_bytes', which is {self.body_bytes}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +73,8 @@ class DefaultSettings:
     top_k: int = setting(0, "number of tokens to draw from; 0: all")
     min_p: float = setting(0.0, "leave out tokens below this share of the likeliest one's probability")
     repetition_penalty: float = setting(1.0, "divides the scores of tokens seen before; 1: off")
-    effort: Effort | None = setting(None, "how much to think: low, high, max; none: the model is told nothing")
+    effort: Effort | Literal["format"] | None = setting(
+        "format", "how much to think: low, high, max; format: what the released tokenizer says (K3: max); none: the model is told nothing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import re
 
-from gnomon.data.chat import Encoded, Parser, marker_ids
+from gnomon.data.chat import CallGrammar, Encoded, Parser, marker_ids
 from gnomon.data.kimi_linear_parser import CALL_MARKERS, KimiLinearParser
-from gnomon.data.messages import Conversation, Image, Message, ToolCall
+from gnomon.data.messages import Conversation, Effort, Image, Message, ToolCall
 from gnomon.data.segments import Segments
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
@@ -31,6 +31,7 @@ class Format:
     name = "kimi_linear"
     answer_opens: tuple[int, ...] = ()
     answer_closes: tuple[int, ...] = ()
+    default_effort: Effort | None = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -62,6 +63,11 @@ class Format:
         """A parser for the reply to `conversation`; without the markers of calls in the vocabulary, all of it is text."""
         markers = [self._tokenizer.special_ids.get(marker, -1) for marker in CALL_MARKERS]
         return KimiLinearParser(self._tokenizer, markers, end=self._end)
+
+    def calls(self, conversation: Conversation, *, parallel: bool = True) -> CallGrammar | None:
+        """None: the format cannot say that a tool must be called, and `encode` refuses to."""
+        del conversation, parallel
+        return None
 
     def _open(self, segments: Segments, role: str, name: str) -> None:
         segments.marker(self._roles[role])

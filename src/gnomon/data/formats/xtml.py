@@ -15,11 +15,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gnomon.data import xtml_results
-from gnomon.data.chat import Encoded, Parser, marker_ids
-from gnomon.data.messages import Conversation, Message, ResponseFormat, Text, Tool, ToolCall
+from gnomon.data import xtml_calls, xtml_results
+from gnomon.data.chat import CallGrammar, Encoded, Parser, marker_ids
+from gnomon.data.messages import Conversation, Effort, Message, ResponseFormat, Text, Tool, ToolCall
 from gnomon.data.segments import Segments
 from gnomon.data.tokenizer import Tokenizer
+from gnomon.data.xtml_calls import escaped
 from gnomon.data.xtml_parser import XtmlMarkers, XtmlParser
 from gnomon.errors import ConfigError
 
@@ -51,6 +52,7 @@ class Format:
     """XTML over a tokenizer that names K3's markers. Raises ConfigError where one is missing."""
 
     name = "xtml"
+    default_effort: Effort | None = "max"  # of the released tokenizer's template; its encoder has none
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -84,6 +86,14 @@ class Format:
         """A parser for the reply to `conversation`, which begins inside the channel that the prompt opened."""
         taken = [call.id for message in conversation.messages for call in message.tool_calls]
         return XtmlParser(self._tokenizer, self._markers, thinking=conversation.thinking, taken=taken)
+
+    def calls(self, conversation: Conversation, *, parallel: bool = True) -> CallGrammar | None:
+        """What a reply must be that calls a tool as `tool_choice` demands; see `ChatFormat`."""
+        if conversation.tool_choice in ("auto", "none"):
+            return None
+        tools = {tool.name: tool for tool in all_tools(conversation) if conversation.tool_choice in ("required", tool.name)}
+        text = xtml_calls.grammar(list(tools.values()), self._markers, parallel=parallel)
+        return CallGrammar(text=text, closes=self._tag(self._markers.close, "message"))
 
     def _tag(self, bracket: int, name: str) -> tuple[int, ...]:
         return bracket, *self._tokenizer.encode(name), self._markers.sep
@@ -179,11 +189,6 @@ class _Page:
             self.open("argument", key=key, type=type_of(value))
             self.segments.text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             self.close("argument")
-
-
-def escaped(value: str) -> str:
-    """An attribute's value as it is written between quotes: only & and the quote are replaced."""
-    return value.replace("&", "&amp;").replace('"', "&quot;")
 
 
 def type_of(value: Any) -> str:

@@ -313,7 +313,7 @@ async function* events(stream) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("The answer broke off: its end never came");
     rest += value;
     const lines = rest.split("\n");
     rest = lines.pop();
