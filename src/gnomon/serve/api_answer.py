@@ -6,7 +6,6 @@ Read next: `answering.py`.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from gnomon.data.dialects import anthropic, openai_chat, openai_completions, openai_responses
 from gnomon.data.dialects.asked import Choice, Cost, Dialect, Sent, Stream, TokenLogprob
+from gnomon.data.dialects.sent import as_bytes, encode_json
 from gnomon.errors import GnomonError
 from gnomon.serve.answering import Answer, Began, Ended, Said, Update
 from gnomon.serve.body import read_json
@@ -32,7 +32,6 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({
 })
 QUIET_SECONDS = 15.0  # a stream that says nothing for so long sends a comment, so that proxies keep it open
 CACHED, NOTE = "x-gnomon-cached-tokens", "x-gnomon-cache-note"
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def dialect_of(path: str) -> Dialect:
@@ -81,7 +80,7 @@ async def _whole(service: Service, dialect: Dialect, answer: Answer, fields: dic
     ended.sort(key=lambda update: update.choice)
     choices = [Choice(index=e.choice, reply=e.reply, ending=e.ending, logprobs=tuple(logprobs.get(e.choice, ()))) for e in ended]
     body = dialect.whole(answer.asked, answer.head, choices, answer.cost())
-    return Response(_encode(body), headers=_headers(answer.cost()), media_type="application/json")
+    return Response(encode_json(body), headers=_headers(answer.cost()), media_type="application/json")
 
 
 async def _chunks(service: Service, voice: tuple[Dialect, Stream], answer: Answer,
@@ -93,12 +92,12 @@ async def _chunks(service: Service, voice: tuple[Dialect, Stream], answer: Answe
     timer = loop.call_later(QUIET_SECONDS, answer.nudge)
     try:
         async with aclosing(batches):
-            yield encoded([sent for update in first for sent in _events(stream, update)])
+            yield as_bytes([sent for update in first for sent in _events(stream, update)])
             async for updates in batches:
                 timer.cancel()
                 timer = loop.call_later(QUIET_SECONDS, answer.nudge)
-                yield encoded([sent for update in updates for sent in _events(stream, update)]) if updates else b": still here\n\n"
-        yield encoded(stream.end(answer.cost()))
+                yield as_bytes([sent for update in updates for sent in _events(stream, update)]) if updates else b": still here\n\n"
+        yield as_bytes(stream.end(answer.cost()))
     except GnomonError as error:
         fields["problem"] = str(error)
         yield error_event(dialect, problem(error))
@@ -117,19 +116,10 @@ def _events(stream: Stream, update: Update) -> Sequence[Sent]:
             return stream.finish(choice, reply, ending)
 
 
-def encoded(events: Sequence[Sent]) -> bytes:
-    """Server-sent events as bytes."""
-    parts = []
-    for name, data in events:
-        text = data if isinstance(data, str) else _encode(data)
-        parts.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
-    return "".join(parts).encode("utf-8", "replace")
-
-
 def error_event(dialect: Dialect, found: Problem) -> bytes:
     """The last event of a stream that failed. Dialects that name their events have the name in its `type`."""
     body = dialect.error(found.status, found.message, found.place, found.code)
-    return encoded([Sent(body.get("type"), body)])
+    return as_bytes([Sent(body.get("type"), body)])
 
 
 def _known(updates: Sequence[Update]) -> bool:
