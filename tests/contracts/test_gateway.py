@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gnomon.agent.gateway import Bounds, Gateway, Visit
+from gnomon.agent.gateway import Gateway
+from gnomon.agent.gateway_visit import Bounds, Visit
 from gnomon.agent.policies.scripted import ScriptedPolicy, say
 from gnomon.agent.policy import Sampling
 from gnomon.agent.record import BudgetSpent, Recorder

@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from gnomon.agent import gateway_speech as speech
 from gnomon.agent.fields import parsed
-from gnomon.agent.gateway import Gateway, Visit, keys
 from gnomon.agent.gateway_speech import Turned
+from gnomon.agent.gateway_visit import Bounds, Visit, Visits
 from gnomon.agent.policy import Completion
 from gnomon.data.dialects import anthropic
 from gnomon.data.dialects.asked import Asked, Dialect, Sent
@@ -40,15 +40,16 @@ class Server(uvicorn.Server):
         yield
 
 
-def server(gateway: Gateway) -> Server:
+def server(visits: Visits, bounds: Bounds) -> Server:
     """What serves a gateway."""
-    return Server(uvicorn.Config(application(gateway), log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
-                                 timeout_keep_alive=300, timeout_graceful_shutdown=1))
+    return Server(uvicorn.Config(
+        application(visits, bounds), log_config=None, access_log=False, server_header=False, lifespan="off", ws="none",
+        timeout_keep_alive=300, timeout_graceful_shutdown=1))
 
 
-def application(gateway: Gateway) -> Starlette:
+def application(visits: Visits, bounds: Bounds) -> Starlette:
     """The routes of a gateway, with and without `/v1`: programs differ in what they take for the address of an API."""
-    routes = _Routes(gateway)
+    routes = _Routes(visits, bounds)
     paths = [(path, routes.answering(dialect), "POST") for path, dialect in speech.PATHS.items()]
     paths += [(speech.COUNT, routes.knocking(routes.count), "POST"), ("/v1/models", routes.knocking(routes.models), "GET"),
               ("/v1/models/{name:path}", routes.knocking(routes.model), "GET")]
@@ -60,8 +61,8 @@ def application(gateway: Gateway) -> Starlette:
 class _Routes:
     """What each route does."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, visits: Visits, bounds: Bounds) -> None:
+        self._visits, self._bounds = visits, bounds
 
     def answering(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         """The route of a dialect."""
@@ -70,7 +71,7 @@ class _Routes:
             asked = speech.read(dialect, body)
             call = asyncio.ensure_future(visit.answer(asked, key, _again(request)))
             call.add_done_callback(_noticed)
-            done, _ = await asyncio.wait((call,), timeout=self._gateway.bounds.quiet_seconds if asked.stream else None)
+            done, _ = await asyncio.wait((call,), timeout=self._bounds.quiet_seconds if asked.stream else None)
             if not asked.stream:
                 return Response(encode_json(speech.said(dialect, asked, await call)), media_type="application/json")
             if done:
@@ -86,7 +87,7 @@ class _Routes:
         async def endpoint(request: Request) -> Response:
             dialect = speech.dialect_of(_place(request))
             try:
-                visit = next((found for key in keys(request.headers) if (found := self._gateway.visit(key)) is not None), None)
+                visit = self._visits.find(request.headers)
                 if visit is None:
                     raise Turned(401, "no key of an attempt; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'", "invalid_api_key")
                 data = await self._body(request) if request.method == "POST" else b""
@@ -120,7 +121,7 @@ class _Routes:
         return JSONResponse(speech.dialect_of(place).error(404, message, None, "not_found"), 404)
 
     async def _body(self, request: Request) -> bytes:
-        bounds, chunks, size = self._gateway.bounds, [], 0
+        bounds, chunks, size = self._bounds, [], 0
         try:
             async with asyncio.timeout(bounds.body_seconds):
                 async for chunk in request.stream():
@@ -137,7 +138,7 @@ class _Routes:
     async def _events(self, dialect: Dialect, asked: Asked, call: asyncio.Future[Completion]) -> AsyncIterator[bytes]:
         """The bytes of a stream; a failure becomes its last event."""
         try:
-            while not (await asyncio.wait((call,), timeout=self._gateway.bounds.quiet_seconds))[0]:
+            while not (await asyncio.wait((call,), timeout=self._bounds.quiet_seconds))[0]:
                 yield b": still here\n\n"
             yield as_bytes(speech.streamed(dialect, asked, call.result()))
         except GnomonError as error:
