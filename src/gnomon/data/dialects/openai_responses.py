@@ -24,7 +24,7 @@ __all__ = ["Stream", "error", "read", "stream", "whole"]
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-WITHOUT_EFFECT = ("access_programs", "background_options", "context_management", "image", "max_tool_calls")
+WITHOUT_EFFECT = ("access_programs", "background_options", "client_metadata", "context_management", "image", "max_tool_calls")
 NOT_HERE = {
     "background": "is not supported: answers come while the client waits; leave it out",
     "conversation": "is not supported: nothing is stored; send the history in 'input'",
