@@ -22,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 import gnomon
+from gnomon.agent.demonstration import three_policies
+from gnomon.agent.evaluate_reading import shown
 from gnomon.data.shards import Shards
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError, SandboxError
@@ -75,6 +77,7 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     _costs(console, recipe.model, recipe.stages[-1].context)
     _scale(console, recipe, figures)
     _sandbox(console, Path(out), figures)
+    _agents(console, Path(out), figures)
     figures["seconds"] = time.monotonic() - began
     _farewell(console, Path(out), recipe.run, figures)
     return figures
@@ -296,6 +299,29 @@ def _sandbox(console: Console, out: Path, figures: dict[str, Any]) -> None:
         f"{seen.pause_seconds * 1e3:.1f} ms while the model thinks, then forked twice in {seen.fork_seconds * 1e3:.0f} ms. One branch is "
         f"wrecked: {seen.files_wrecked} of {seen.files_before} files left. The other is graded: reward [bold]{seen.reward:g}[/]. The "
         f"original still has {seen.files_after}. Yours: gnomon sandbox run -- python3 -c 'print(6 * 7)' (docs/sandbox.md)"))
+
+
+def _agents(console: Console, out: Path, figures: dict[str, Any]) -> None:
+    title = "10  An agent acts, a verifier decides"
+    try:
+        results = asyncio.run(three_policies(out / "agents", LayerStore(out / "sandboxes")))
+    except SandboxError as error:
+        _step(console, title, f"Left out: {error}")
+        return
+    figures["agents"] = {row.id: row.reward for row in results.rows}
+    _step(console, title, (
+        "Three policies are asked to mend a program, each in a machine of its own through the same harness. Then a test that none of them "
+        "saw runs in a fresh machine, into which only their work is carried: a reward that was written beforehand is worth nothing. Where "
+        "the test itself breaks there is no score, which is not 0 and is in no mean."))
+    table = Table(box=None, header_style="dim")
+    for name in ("policy", "says at the end", "turns", "reward", "broken test"):
+        table.add_column(name, justify="left" if name.startswith(("policy", "says")) else "right")
+    ends = {"mends": "It divided by one too many.", "cheats": "Mended; the reward is 1.", "talks": "Mended."}
+    for policy, last in ends.items():
+        judged, unjudged = [row for row in results.rows if row.column.policy == policy]
+        table.add_row(policy, last, str(judged.turns), f"[bold]{shown(judged.reward)}[/]", shown(unjudged.reward))
+    console.print(table)
+    console.print(f"Each attempt turn by turn: {out / 'agents' / 'index.html'}. Yours: gnomon eval recipes/eval.toml (docs/agents.md)")
 
 
 def _farewell(console: Console, out: Path, run_folder: Path, figures: dict[str, Any]) -> None:

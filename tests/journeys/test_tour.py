@@ -29,7 +29,8 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
     figures = tour.run(data=[texts], out=out, overrides=SHORT)
     shown = capsys.readouterr().out
     for title in ("Tokenizer and pre-training", "Longer than it was trained", "Prediction is compression", "What it writes", "Served",
-                  "Out into the world", "a million times larger", "An isolated machine, forked"):
+                  "Out into the world", "a million times larger", "An isolated machine, forked",
+                  "An agent acts, a verifier decides"):
         assert title in shown
 
     assert figures["loss_last"] < figures["loss_first"]
@@ -45,6 +46,11 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
     assert "Kimi K3" in (out / "tour.html").read_text()
     assert (out / "run" / "report.html").stat().st_size > 10_000
     assert {"config.json", "tokenizer.json"} <= {path.name for path in (out / "export").iterdir()}
+
+    if "agents" in figures:  # where sandboxes work
+        rewards = list(figures["agents"].values())
+        assert rewards == [1.0, 0.0, 0.0, None, None, None]
+        assert (out / "agents" / "index.html").is_file()
 
     again = tour.run(data=[texts], out=out, overrides=SHORT)
     assert again["loss_last"] == figures["loss_last"]
