@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gnomon.config import to_toml
+from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
 from gnomon.serve.settings import ServeSettings
 from gnomon.serve.settings import load as read_settings
@@ -33,8 +34,8 @@ def test_recipe_resolves_and_reads_back(path: Path, tmp_path: Path) -> None:
 def test_recipe_has_a_model_that_can_be_built(path: Path) -> None:
     config = load(path).model
     with torch.device("meta"):
-        model = Transformer(config)
-    assert sum(t.numel() for t in model.state_dict().values()) == config.num_parameters()
+        model = Transformer(config) if config.vision is None else Multimodal(config)
+    assert sum(t.numel() for t in model.state_dict().values()) == config.num_parameters() + config.vision_parameters()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -70,7 +70,8 @@ def run(batches: PackedBatches, plan: list[tuple[int, int, float, float]], steps
 
 
 def equal(a: Batch, b: Batch) -> bool:
-    return all(torch.equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(Batch))
+    tensors = all(torch.equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(Batch) if field.name != "images")
+    return tensors and a.images == b.images
 
 
 @given(lengths, st.booleans(), st.integers(1, 5), st.integers(2, 50))

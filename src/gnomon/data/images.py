@@ -11,7 +11,7 @@ import math
 import struct
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +85,27 @@ class Pixels:
     def tokens(self) -> int:
         """Tokens that it becomes; frames are pooled."""
         return self.rows * self.columns // self.merge_size**2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ImageAt:
+    """An image among tokens: its tokens `skip` … `skip + count - 1` stand from position `start` on. A cut may leave a part of them."""
+
+    pixels: Pixels
+    start: int
+    count: int
+    skip: int = 0
+
+    def moved(self, by: int) -> ImageAt:
+        """The same so many positions later."""
+        return replace(self, start=self.start + by)
+
+    def within(self, first: int, stop: int) -> ImageAt | None:
+        """What of it lies in positions `first` … `stop - 1`, at its place among those; none if nothing does."""
+        low, high = max(self.start, first), min(self.start + self.count, stop)
+        if low >= high:
+            return None
+        return replace(self, start=low - first, count=high - low, skip=self.skip + low - self.start)
 
 
 def open_image(source: bytes | str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:

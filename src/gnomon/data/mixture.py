@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from gnomon.data.images import ImageAt
 from gnomon.data.shards import Shards
 from gnomon.errors import CheckpointError, ConfigError, DataError
 
@@ -28,11 +29,13 @@ class Item:
 
     `loss_mask[i]` says that token `i` counts when it is predicted (None: all do). `whole` keeps an item that fits the context
     in one piece, at the price of some padding before it; an item longer than the context is cut all the same.
+    `images` stand at pads among the tokens.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
     whole: bool = False
+    images: tuple[ImageAt, ...] = ()
 
 
 @runtime_checkable
@@ -215,4 +218,6 @@ def _checked_item(item: Item, index: int) -> Item:
         raise DataError(f"{where} gave tokens of shape {tokens.shape} and type {tokens.dtype}; expected 1-D integers, at least two")
     if mask is not None and (mask.shape != tokens.shape or mask.dtype != np.bool_):
         raise DataError(f"{where} gave a loss mask {mask.dtype}{mask.shape} for {tokens.size} tokens; expected as many booleans")
+    if any(image.start < 0 or image.start + image.count > tokens.size for image in item.images):
+        raise DataError(f"{where} gave an image that stands outside its {tokens.size} tokens")
     return item

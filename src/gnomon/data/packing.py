@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from gnomon.data.images import ImageAt
 from gnomon.data.mixture import Item, Mixture, State
 from gnomon.data.shards import Shards
 from gnomon.errors import ConfigError
@@ -29,6 +30,7 @@ class Batch:
     """Packed rows. `cu_seqlens` holds the segment bounds of the flattened B·T stream; each row starts a segment.
 
     `loss_mask` marks the targets that are learnt; `token_mask` marks real tokens (padding, if any, is False in both).
+    `images` stand at positions of the flattened stream; their pixels stay in host memory.
     """
 
     tokens: Int[Tensor, "B T"]
@@ -36,6 +38,7 @@ class Batch:
     loss_mask: Bool[Tensor, "B T"]
     token_mask: Bool[Tensor, "B T"]
     cu_seqlens: Int[Tensor, " bounds"]
+    images: tuple[ImageAt, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
@@ -45,6 +48,7 @@ class Batch:
             loss_mask=self.loss_mask.to(device),
             token_mask=self.token_mask.to(device),
             cu_seqlens=self.cu_seqlens.to(device),
+            images=self.images,
         )
 
     def split(self, parts: int) -> list[Batch]:
@@ -64,6 +68,7 @@ class Batch:
             loss_mask=self.loss_mask[start:stop],
             token_mask=self.token_mask[start:stop],
             cu_seqlens=self.cu_seqlens[inside] - first,
+            images=tuple(part for image in self.images if (part := image.within(first, last)) is not None),
         )
 
     def positions(self) -> Int[Tensor, "B T"]:
@@ -83,6 +88,7 @@ class _Sheet:
         self.loss_mask = np.zeros((rows, context), dtype=np.bool_)
         self.token_mask = np.zeros((rows, context), dtype=np.bool_)
         self.lengths: list[int] = []
+        self.images: list[ImageAt] = []
 
     def put(self, row: int, column: int, item: Item, offset: int, size: int) -> None:
         """Copy positions offset … offset+size-1 of `item` and their targets."""
@@ -92,6 +98,8 @@ class _Sheet:
         self.loss_mask[row, here] = True if item.loss_mask is None else item.loss_mask[there]
         self.token_mask[row, here] = True
         self.lengths.append(size)
+        start = row * self.tokens.shape[1] + column
+        self.images += [part.moved(start) for image in item.images if (part := image.within(offset, offset + size)) is not None]
 
     def batch(self) -> Batch:
         """The finished rows as tensors that share their memory."""
@@ -102,6 +110,7 @@ class _Sheet:
             loss_mask=torch.from_numpy(self.loss_mask),
             token_mask=torch.from_numpy(self.token_mask),
             cu_seqlens=torch.from_numpy(bounds),
+            images=tuple(self.images),
         )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +21,39 @@ from gnomon.model.layers import initialise
 from gnomon.model.transformer import Transformer
 from gnomon.model.vision import Item, Projector, VisionTower, stack
 from gnomon.model.weights import load_pretrained, save_pretrained
+
+TEXT = "language_model."
+"""What names of the text model's tensors begin with."""
+
+PAD = "<|media_pad|>"
+"""The token that stands for an image."""
+
+PLACEHOLDER = "<|kimi_image_placeholder|>"
+"""What stands for an image in a released prompt before it is made of tokens."""
+
+
+class Placed(Protocol):
+    """An image among tokens: its vectors `skip` … `skip + count - 1` stand from position `start` on."""
+
+    @property
+    def pixels(self) -> Item:
+        """Its patches."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """The first position."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Positions."""
+        ...
+
+    @property
+    def skip(self) -> int:
+        """Vectors before the first that stands here."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,6 +80,11 @@ class Multimodal(nn.Module):
     def initialise(self, seed: int = 0) -> "Multimodal":
         """Starting weights for training from scratch: the text model's own; the tower's maps by their inputs, its places N(0, 1)."""
         self.language_model.initialise(seed)
+        return self.initialise_eye(seed)
+
+    @torch.no_grad()
+    def initialise_eye(self, seed: int = 0) -> "Multimodal":
+        """Starting weights of tower and projector alone."""
         for part, prefix in ((self.vision_tower, 1), (self.mm_projector, 2)):
             initialise(part, seed + prefix, 1.0)
             for parameter in part.parameters():
@@ -61,6 +99,20 @@ class Multimodal(nn.Module):
         patches, grids = stack(images, self.mm_projector.post_norm.weight.device)
         merged = self.vision_tower(patches, grids)
         return list(self.mm_projector(torch.cat(merged)).split([len(item) for item in merged]))
+
+    def embeddings(self, tokens: Int[Tensor, "B T"], images: Sequence[Placed]) -> Float[Tensor, "B T D"]:
+        """Embeddings of tokens with images over their pads, which are as many as the images have vectors there; positions count over
+        the flattened rows. Images of one size are seen together. Raises `ConfigError` for one that stands outside the tokens."""
+        words = self.language_model.embed(tokens)
+        if not images:
+            return words
+        ordered = sorted(images, key=lambda image: (image.pixels.rows, image.pixels.columns, image.pixels.frames))
+        if min(image.start for image in images) < 0 or max(image.start + image.count for image in images) > tokens.numel():
+            raise ConfigError(f"an image stands outside the {tokens.numel()} tokens")
+        features = self.features([image.pixels for image in ordered])
+        vectors = torch.cat([each[image.skip : image.skip + image.count] for each, image in zip(features, ordered, strict=True)])
+        places = torch.cat([torch.arange(image.start, image.start + image.count) for image in ordered]).to(tokens.device)
+        return words.flatten(0, 1).index_copy(0, places, vectors.to(words.dtype)).view_as(words)
 
     def merge(self, tokens: Int[Tensor, "S"], features: Sequence[Float[Tensor, "_ D"]], pad: int) -> Merged:
         """Replace each pad token by an image's vectors, in order. Raises `ConfigError` where pads and images differ in number."""
@@ -92,7 +144,7 @@ def load_multimodal(folder: str | Path, dtype: torch.dtype | None = None) -> Mul
     model = Multimodal(text.config, text)
     held, text.untouched = text.untouched, {}
     for name in list(dict(model.named_parameters())):
-        if not name.startswith("language_model."):
+        if not name.startswith(TEXT):
             values = held[name].to(dtype or held[name].dtype)
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(values))
@@ -100,12 +152,15 @@ def load_multimodal(folder: str | Path, dtype: torch.dtype | None = None) -> Mul
 
 
 def save_multimodal(model: Multimodal, folder: str | Path, *, dtype: torch.dtype | None = None, **how: Any) -> None:
-    """Write a checkpoint in the released layout; arguments as those of `save_pretrained`."""
-    text = model.language_model
-    before = text.untouched
+    """Write a checkpoint in the released layout; arguments as those of `save_pretrained`. With a `tokenizer` it says which id stands for
+    images."""
+    text, tokenizer = model.language_model, how.get("tokenizer")
+    before, fields = text.untouched, text.untouched_config
     text.untouched = {name: value.detach().to(dtype or value.dtype) for name, value in model.state_dict().items()
-                      if not name.startswith("language_model.")}
+                      if not name.startswith(TEXT)}
+    if tokenizer is not None:
+        text.untouched_config = {"image_placeholder": PLACEHOLDER, "media_placeholder_token_id": tokenizer.special_ids[PAD]} | fields
     try:
         save_pretrained(text, folder, dtype=dtype, **how)
     finally:
-        text.untouched = before
+        text.untouched, text.untouched_config = before, fields

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from gnomon import config as toml
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model.config import PRESETS, ModelConfig
+from gnomon.model.multimodal import TEXT, Multimodal
 from gnomon.model.transformer import Transformer
 
 STATE_FILE = "state.json"
+EYE = "eye"  # the group of tower and projector
 PARTIAL = ".partial"
 FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A checkpoint that was read: JSON `state`, and named tensors by group ("model", "optimizer", "run")."""
+    """A checkpoint that was read: JSON `state`, and named tensors by group ("model", "optimizer", "run", and "eye" of models that see)."""
 
     path: Path
     state: dict[str, Any]
@@ -65,15 +67,28 @@ def load(path: Path, device: torch.device | str = "cpu") -> Saved:
     return Saved(path=path, state=state, tensors=tensors)
 
 
+def eye_tensors(eye: Multimodal) -> dict[str, Tensor]:
+    """Tower and projector by their released names."""
+    return {name: value for name, value in eye.state_dict().items() if not name.startswith(TEXT)}
+
+
+def restore_eye(eye: Multimodal, tensors: Mapping[str, Tensor], where: Path) -> None:
+    """Copy saved tensors into tower and projector; complains as `restore_model`."""
+    _restore(eye_tensors(eye), tensors, where)
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, router biases among them."""
     return dict(model.state_dict())
 
 
-@torch.no_grad()
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: Path) -> None:
     """Copy saved tensors into a model; raises `CheckpointError` listing what is missing, unknown or misshapen, before copying."""
-    own = model_tensors(model)
+    _restore(model_tensors(model), tensors, where)
+
+
+@torch.no_grad()
+def _restore(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: Path) -> None:
     missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     misshapen = sorted(f"{n} {tuple(tensors[n].shape)} instead of {tuple(own[n].shape)}" for n in own.keys() & tensors.keys()
                        if own[n].shape != tensors[n].shape)
@@ -84,10 +99,28 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], where: Path) 
 
 
 def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[Transformer, Path]:
-    """The model of a run's newest checkpoint, ready to use, and that checkpoint's folder.
+    """The text model of a run's newest checkpoint, ready to use, and that checkpoint's folder.
 
     Raises `ConfigError` when `run` does not exist, `CheckpointError` when it is no run folder or has no whole checkpoint.
     """
+    model, saved = _text_model(run)
+    return model.to(device).eval(), saved.path
+
+
+def load_seeing(run: Path, device: torch.device | str = "cpu") -> tuple[Multimodal, Path]:
+    """The model of a run that was trained on images, with tower and projector, as `load_model`.
+
+    Raises `CheckpointError` for a run without them too.
+    """
+    model, saved = _text_model(run)
+    if model.config.vision is None or EYE not in saved.tensors:
+        raise CheckpointError(f"{run} was trained without a vision tower; load it as a text model")
+    eye = Multimodal(model.config, model)
+    restore_eye(eye, saved.tensors[EYE], saved.path)
+    return eye.to(device).eval(), saved.path
+
+
+def _text_model(run: Path) -> tuple[Transformer, Saved]:
     if not run.is_dir():
         state = "is a file" if run.exists() else "does not exist"
         raise ConfigError(f"run folder '{run}' {state}; train one first, or check the path")
@@ -97,5 +130,6 @@ def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[Transform
     if path is None:
         raise CheckpointError(f"{run} has no checkpoint yet; let it train until the first one")
     model = Transformer(toml.from_dict(ModelConfig, toml.read_toml(recipe, PRESETS).get("model", {}), str(recipe)))
-    restore_model(model, load(path).tensors["model"], path)
-    return model.to(device).eval(), path
+    saved = load(path)
+    restore_model(model, saved.tensors["model"], path)
+    return model, saved

@@ -6,7 +6,8 @@ patches becomes one token. The report tells of separate passes over space and ti
 Read next: `multimodal.py`, which puts the tokens among words.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -34,10 +35,25 @@ Grid = tuple[int, int, int]
 class Item(Protocol):
     """An image or clip cut into patches [frames·rows·columns, 3, P, P], as `gnomon.data.images` makes them."""
 
-    patches: np.ndarray
-    frames: int
-    rows: int
-    columns: int
+    @property
+    def patches(self) -> np.ndarray:
+        """Values in [-1, 1], row by row."""
+        ...
+
+    @property
+    def frames(self) -> int:
+        """Frames that become one."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Rows of patches."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Columns of patches."""
+        ...
 
 
 class VisionTower(nn.Module):
@@ -86,7 +102,8 @@ class PatchEmbed(nn.Module):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Features [N, W] of patches [N, 3, P, P]."""
         x = patches.to(self.proj.weight.dtype).flatten(1) @ self.proj.weight.flatten(1).T
-        return x + torch.cat([self.pos_emb(grid) for grid in grids]).to(x.dtype)
+        places = {grid: self.pos_emb(grid) for grid in dict.fromkeys(grids)}
+        return x + torch.cat([places[grid] for grid in grids]).to(x.dtype)
 
 
 class Places(nn.Module):
@@ -119,7 +136,8 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Features of all items, end to end."""
-        rotation = torch.cat([rotations(self.config.head_dim, grid, x.device) for grid in grids])
+        turns = {grid: rotations(self.config.head_dim, grid, x.device) for grid in dict.fromkeys(grids)}
+        rotation = torch.cat([turns[grid] for grid in grids])
         lengths = [t * h * w for t, h, w in grids]
         for block in self.blocks:
             x = block(x, rotation, lengths)
@@ -142,8 +160,7 @@ class Block(nn.Module):
         """Features [N, W]; `rotation` [N, head/2] holds complex numbers of length one, `lengths` the patches of each item."""
         q, k, v = self.wqkv(self.norm0(x)).view(len(x), 3, self.heads, -1).unbind(1)
         q, k = (_rotated(each, rotation) for each in (q, k))
-        parts = [functional.scaled_dot_product_attention(*(each.transpose(0, 1)[None] for each in item))[0].transpose(0, 1)
-                 for item in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)]
+        parts = [_attention(run, length) for run, length in _runs((q, k, v), lengths)]
         x = x + self.wo(torch.cat(parts).flatten(1))
         return x + self.mlp(self.norm1(x))
 
@@ -194,6 +211,19 @@ def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn adjacent channels [N, H, head] as complex numbers, in fp32."""
     turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotation[:, None]
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def _runs(heads: tuple[Tensor, ...], lengths: list[int]) -> Iterator[tuple[list[Tensor], int]]:
+    """Neighbouring items of one length together: queries, keys and values [N, H, head] of each run, and that length."""
+    runs = [(length, length * len(list(items))) for length, items in groupby(lengths)]
+    cut = [each.split([size for _, size in runs]) for each in heads]
+    yield from (([each[place] for each in cut], length) for place, (length, _) in enumerate(runs))
+
+
+def _attention(heads: list[Tensor], length: int) -> Tensor:
+    """Full attention [N, H, head] within each item of `length` patches, of queries, keys and values."""
+    q, k, v = (each.unflatten(0, (-1, length)).transpose(1, 2) for each in heads)
+    return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
 def _frames(count: int, width: int, device: torch.device) -> Float[Tensor, "t W"]:

@@ -98,7 +98,9 @@ class Context:
         own = slice(*self.cut.span(self.rank))
         tokens, targets, loss_mask, token_mask = (
             t.reshape(1, -1)[:, own] for t in (piece.tokens, piece.targets, piece.loss_mask, piece.token_mask))
-        return Batch(tokens=tokens, targets=targets, loss_mask=loss_mask, token_mask=token_mask, cu_seqlens=self.borders(tokens.device))
+        images = tuple(part for image in piece.images if (part := image.within(own.start, own.stop)) is not None)
+        return Batch(tokens=tokens, targets=targets, loss_mask=loss_mask, token_mask=token_mask, cu_seqlens=self.borders(tokens.device),
+                     images=images)
 
     def borders(self, device: torch.device | None = None) -> Tensor:
         """`cu_seqlens` of this rank's stretch, for the forward pass."""

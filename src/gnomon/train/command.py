@@ -67,10 +67,16 @@ def export(parsed: argparse.Namespace) -> None:
     """Write a run's model in the released layout."""
     import torch
 
+    from gnomon.model.multimodal import save_multimodal
+    from gnomon.model.runs import load_seeing
     from gnomon.model.weights import save_pretrained
     from gnomon.train.checkpoint import load_run
 
     model, tokenizer, _ = load_run(parsed.run)
-    save_pretrained(model, parsed.out, quantize=not parsed.plain, dtype=None if parsed.plain else torch.bfloat16, tokenizer=tokenizer)
+    dtype = None if parsed.plain else torch.bfloat16
+    if model.config.vision is None:
+        save_pretrained(model, parsed.out, quantize=not parsed.plain, dtype=dtype, tokenizer=tokenizer)
+    else:
+        save_multimodal(load_seeing(parsed.run)[0], parsed.out, quantize=not parsed.plain, dtype=dtype, tokenizer=tokenizer)
     rounded = not parsed.plain and model.config.family == "kimi_k3" and model.config.moe is not None
     sys.stdout.write(f"wrote {parsed.out}" + (": routed experts rounded to MXFP4 (--plain keeps them as trained)\n" if rounded else "\n"))

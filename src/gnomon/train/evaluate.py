@@ -8,7 +8,7 @@ Read next: `report.py`.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,24 @@ from torch import Tensor
 
 from gnomon.data.long_context import LongContext
 from gnomon.data.packing import one_pass
+from gnomon.data.pictures import Pictures
 from gnomon.data.shards import Shards
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
+from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
 from gnomon.train.objective import token_losses
 
 BATCH_TOKENS = 8192  # tokens of one forward pass
+PICTURES_TOGETHER = 32
 FIRST_BUCKET = 32  # positions below this are one bucket; buckets double from here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
     """Held-out result at one context length. `by_position` rows are (first position, past the last, loss, tokens), `answers` is the
-    share of questions about scattered evidence that are answered right, in windows of this context."""
+    share of questions about scattered evidence that are answered right, in windows of this context, `pictures` has the share of right
+    answers about pictures and their number by kind."""
 
     context: int
     loss: float
@@ -38,6 +42,7 @@ class HeldOut:
     tokens: int
     by_position: tuple[tuple[int, int, float, int], ...]
     answers: float | None = None
+    pictures: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """As JSON values."""
@@ -98,6 +103,26 @@ def share_answered(model: Transformer, sources: Sequence[LongContext], context: 
             right += sum(bool((found == ids[place + 1]).all()) for found, place in zip(likeliest, places, strict=True))
             asked += len(places)
     return right / asked if asked else None
+
+
+def share_read(eye: Multimodal, pictures: Pictures, samples: int) -> float:
+    """Share of pictures whose whole answer is the likeliest token at every place, which is what greedy generation would say.
+
+    Samples are looked at together, end to end; the model must be `frozen`.
+    """
+    right, device = 0, next(eye.parameters()).device
+    for first in range(0, samples, PICTURES_TOGETHER):
+        drawn = [pictures.sample(index) for index in range(first, min(samples, first + PICTURES_TOGETHER))]
+        ends = np.cumsum([len(sample.item.tokens) for sample in drawn])
+        starts = [0, *ends.tolist()]
+        ids = torch.from_numpy(np.concatenate([sample.item.tokens for sample in drawn])).to(device)
+        images = [image.moved(start) for start, sample in zip(starts, drawn, strict=False) for image in sample.item.images]
+        bounds = torch.tensor(starts, dtype=torch.int32, device=device)
+        hidden = eye.language_model.hidden(None, embeddings=eye.embeddings(ids[None], images), cu_seqlens=bounds)[0]
+        for start, sample in zip(starts, drawn, strict=False):
+            places = torch.arange(start + sample.answer[0], start + sum(sample.answer), device=device)
+            right += bool((eye.language_model.head(hidden[places - 1]).argmax(-1) == ids[places]).all())
+    return right / samples
 
 
 def byte_lengths(tokenizer: Tokenizer) -> Tensor:

@@ -22,10 +22,12 @@ from gnomon import config as toml
 from gnomon.data.packing import Batch, PackedBatches
 from gnomon.errors import CheckpointError, ConfigError, TrainingError
 from gnomon.model.balance import max_violation
+from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
 from gnomon.parallel.axes import ROWS
 from gnomon.parallel.mesh import Mesh, join
 from gnomon.train import balance, checkpoint, ranks, report
+from gnomon.train import eye as eyes
 from gnomon.train.evaluate import HeldOut, frozen, held_out, share_answered
 from gnomon.train.material import Material, long_questions, prepare, stream
 from gnomon.train.metrics import Metrics, read
@@ -52,7 +54,7 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a run works with; all state of the run is in them."""
+    """What a run works with; all state of the run is in them. `eye` is `model` with tower and projector, where it sees."""
 
     recipe: TrainRecipe
     material: Material
@@ -62,6 +64,7 @@ class Parts:
     objective: nn.Module
     optimizer: Muon
     batches: PackedBatches
+    eye: Multimodal | None = None
 
 
 def train(recipe: TrainRecipe, *, resume: bool = True, quiet: bool = False) -> RunSummary:
@@ -104,18 +107,19 @@ def build(material: Material, mesh: Mesh) -> Parts:
     recipe = material.recipe
     torch.manual_seed(recipe.seed)
     model = Transformer(recipe.model).initialise(recipe.seed).to(mesh.device)
+    eye = eyes.open_eye(model, recipe.seed)
     if recipe.start_from is not None and checkpoint.latest(recipe.run) is None:  # a run that goes on needs its own folder only
-        _start_from(model, recipe.start_from)
-    spread = ranks.spread(model, mesh)
+        _start_from(model, eye, recipe.start_from)
+    spread = ranks.spread(model, mesh, eye)
     model.activation_checkpointing = recipe.activation_checkpointing == "block"
     balance.start(model.routers(), recipe.balance)
     if recipe.optimizer.clip_logits is not None:
         watch(model.mla_layers())
     auxiliary = recipe.balance.auxiliary_weight if recipe.balance.method == "auxiliary" else 0.0
-    objective = Objective(model, auxiliary, recipe.precision == "bf16")
-    optimizer = Muon(spread.parameters(model), recipe.optimizer, head_rows(recipe.model))
+    objective = Objective(model, auxiliary, recipe.precision == "bf16", eye)
+    optimizer = Muon(spread.parameters(model, eye), recipe.optimizer, head_rows(recipe.model))
     return Parts(recipe=recipe, material=material, mesh=mesh, spread=spread, model=model, objective=objective, optimizer=optimizer,
-                 batches=stream(material, mesh))
+                 batches=stream(material, mesh), eye=eye)
 
 
 def run_steps(parts: Parts, start: int, offset: int, display: Display) -> RunSummary:
@@ -218,7 +222,7 @@ def save(parts: Parts, step: int, metrics: Metrics | None) -> None:
         run["random.cuda"] = torch.cuda.get_rng_state()
     for layer, router in enumerate(parts.model.routers()):
         run |= {f"router.{layer}.histogram": router.histogram, f"router.{layer}.load": router.load}
-    tensors = {"model": model, "optimizer": optimizer, "run": run}
+    tensors = {"model": model, "optimizer": optimizer, "run": run} | eyes.tensors(parts.eye)
     state = {"data": parts.batches.state(), "metrics_bytes": metrics.sync(), "seed": parts.recipe.seed}
     checkpoint.save(parts.recipe.run, step, state, tensors, parts.recipe.checkpoint.keep)
 
@@ -230,6 +234,7 @@ def restore(parts: Parts) -> tuple[int, int]:
         return 0, 0
     saved = checkpoint.load(path)
     checkpoint.restore_model(parts.model, parts.spread.share(saved.tensors["model"]), path)
+    eyes.restore(parts.eye, saved, path)
     parts.optimizer.load_state_dict(parts.spread.share_states(saved.tensors["optimizer"]))
     parts.batches.restore(saved.state["data"])
     run = saved.tensors["run"]
@@ -262,6 +267,10 @@ def _final_evaluation(parts: Parts, model: Transformer | None, display: Display)
             samples = max(1, parts.recipe.evaluate.tokens // context)
             answers = share_answered(model, questions, context, samples)
         results.append(replace(found, answers=answers))
+    if parts.eye is not None and results:
+        display.say("held-out pictures")
+        eye = eyes.around(parts.eye, model)
+        results[0] = replace(results[0], pictures=eyes.read_pictures(eye, parts.material, parts.recipe.evaluate.pictures))
     return results
 
 
@@ -302,11 +311,14 @@ def _check_same(before: TrainRecipe, now: TrainRecipe) -> None:
                           "undo the change, or start a new run with run=FOLDER")
 
 
-def _start_from(model: Transformer, run: Path) -> None:
+def _start_from(model: Transformer, eye: Multimodal | None, run: Path) -> None:
     path = checkpoint.latest(run)
     if path is None:
         raise CheckpointError(f"'start_from' names {run}, which has no checkpoint")
-    checkpoint.restore_model(model, checkpoint.load(path).tensors["model"], path)
+    saved = checkpoint.load(path)
+    checkpoint.restore_model(model, saved.tensors["model"], path)
+    if eyes.EYE in saved.tensors:  # a run on text alone may be the start of one that learns to see
+        eyes.restore(eye, saved, path)
 
 
 def _write_recipe(recipe: TrainRecipe) -> None:

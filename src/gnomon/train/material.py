@@ -7,13 +7,19 @@ Read next: `gnomon/data/packing.py`.
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from gnomon.data.corpus import Corpus, hold_out, open_corpus
+from gnomon.data.images import ImageLimits
 from gnomon.data.long_context import LongContext
 from gnomon.data.machine_text import DEFAULT_BYTES, default_corpus
 from gnomon.data.mixture import ItemSource, Mixture
 from gnomon.data.packing import PackedBatches
+from gnomon.data.picture_tasks import KINDS
+from gnomon.data.pictures import Pictures, PicturesConfig
 from gnomon.data.shards import Shards, write_shards
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
 from gnomon.errors import ConfigError
@@ -23,7 +29,9 @@ from gnomon.train.recipe import SourceConfig, TrainRecipe
 
 TOKENIZER_CHARACTERS = 32_000_000  # text that a tokenizer is trained on; more changes little
 
-HELD_OUT_SEED = 1 << 32  # added to the seed of long samples that are only evaluated on
+TOKENIZER_PICTURES = 200  # pictures of each kind whose words a tokenizer is trained on
+
+HELD_OUT_SEED = 1 << 32  # added to the seed of long samples and pictures that are only evaluated on
 
 Say = Callable[[str], None]
 """Tells the user one line."""
@@ -31,7 +39,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Material:
-    """A prepared run: the recipe with the tokenizer's ids filled in, and the data by source."""
+    """A prepared run: the recipe with the tokenizer's ids filled in, and the data of each source of text."""
 
     recipe: TrainRecipe
     tokenizer: Tokenizer
@@ -41,7 +49,7 @@ class Material:
 
 def prepare(recipe: TrainRecipe, mesh: Mesh, say: Say, *, show_progress: bool) -> Material:
     """Make or find tokenizer and shards. Raises `ConfigError` when vocabulary and model differ, `DataError` for unusable text."""
-    corpora = [_corpus(source) for source in recipe.data.sources] if mesh.is_main else []
+    corpora = [_corpus(source) for source in recipe.data.text_sources] if mesh.is_main else []
     if mesh.is_main:
         _provide_tokenizer(recipe, corpora, say)
         tokenizer = Tokenizer.load(recipe.run / "tokenizer")
@@ -74,19 +82,41 @@ def _either(given: int | None, default: int) -> int:
 
 def stream(material: Material, mesh: Mesh) -> PackedBatches:
     """The batches of this rank, shaped for the first stage."""
-    recipe, stage = material.recipe, material.recipe.stages[0]
-    pairs: list[tuple[ItemSource | Shards, float]] = [
-        (shards if source.long is None else LongContext(shards, material.tokenizer, source.long), source.weight)
-        for shards, source in zip(material.train, recipe.data.sources, strict=True)]
+    recipe, stage, text = material.recipe, material.recipe.stages[0], iter(material.train)
+    pairs: list[tuple[ItemSource | Shards, float]] = []
+    for source in recipe.data.sources:
+        if source.pictures is not None:
+            pairs.append((_pictures(material, source.pictures), source.weight))
+        elif source.long is not None:
+            pairs.append((LongContext(next(text), material.tokenizer, source.long), source.weight))
+        else:
+            pairs.append((next(text), source.weight))
     mixture = Mixture(pairs, recipe.seed)
     rows = recipe.batch_tokens // stage.context
     return PackedBatches(mixture, rows, stage.context, mesh.index(*ROWS), mesh.size(*ROWS), pad_id=material.tokenizer.pad_id)
 
 
+def picture_questions(material: Material) -> dict[str, Pictures]:
+    """Held-out pictures by kind, those of all sources that make some: others than those trained on, as plain documents."""
+    found = {}
+    for source in material.recipe.data.sources:
+        for kind in source.pictures.kinds if source.pictures is not None else ():
+            assert source.pictures is not None
+            apart = replace(source.pictures, kinds=(kind,), chat=0.0, seed=source.pictures.seed + HELD_OUT_SEED)
+            found[kind] = _pictures(material, apart)
+    return found
+
+
+def _pictures(material: Material, config: PicturesConfig) -> Pictures:
+    vision = material.recipe.model.vision
+    assert vision is not None  # the recipe was checked
+    return Pictures(material.tokenizer, config, ImageLimits(patch_size=vision.patch_size, merge_size=vision.merge_size))
+
+
 def long_questions(material: Material) -> list[LongContext]:
     """Held-out long samples of each source that strews evidence: other text and other tasks than those trained on."""
     return [LongContext(shards, material.tokenizer, replace(source.long, seed=source.long.seed + HELD_OUT_SEED, window=None))
-            for shards, source in zip(material.held_out, material.recipe.data.sources, strict=False) if source.long is not None]
+            for shards, source in zip(material.held_out, material.recipe.data.text_sources, strict=False) if source.long is not None]
 
 
 def _corpus(source: SourceConfig) -> Corpus:
@@ -106,9 +136,18 @@ def _provide_tokenizer(recipe: TrainRecipe, corpora: list[Corpus], say: Say) -> 
         tokenizer = Tokenizer.load(given)
     else:
         say(f"training a tokenizer of {recipe.model.vocab_size} ids")
-        tokenizer = train_tokenizer(_sample(corpora, recipe.data.held_out), recipe.model.vocab_size)
+        tokenizer = train_tokenizer(chain(_picture_words(recipe), _sample(corpora, recipe.data.held_out)), recipe.model.vocab_size)
     tokenizer.save(partial)
     partial.rename(target)
+
+
+def _picture_words(recipe: TrainRecipe) -> Iterator[str]:
+    """What is said about some pictures of each source, so that its words get tokens; what is spelled needs none."""
+    for source in recipe.data.sources:
+        for kind in dict.fromkeys(source.pictures.kinds if source.pictures is not None else ()):
+            for index in range(TOKENIZER_PICTURES):
+                shown = KINDS[kind](np.random.Generator(np.random.Philox(key=HELD_OUT_SEED, counter=[0, 0, 1, index])))
+                yield f"{shown.question} {'' if shown.spelled else shown.answer}\n"
 
 
 def _sample(corpora: list[Corpus], held_out: float) -> Iterator[str]:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gnomon.data.packing import Batch
 from gnomon.kernels import cross_entropy
+from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
 
 ROWS = 512  # logits of that many positions alive at a time in an evaluation
@@ -26,17 +27,19 @@ def token_losses(model: Transformer, hidden: Float[Tensor, "N D"], targets: Int[
 class Objective(nn.Module):
     """The model with its loss: one forward from batch to scalar, which is what data parallelism wraps.
 
-    `auxiliary_weight` is that of the balance loss, 0 when balance is a bias. `bf16` runs the products in bfloat16.
+    `auxiliary_weight` is that of the balance loss, 0 when balance is a bias. `bf16` runs the products in bfloat16. `eye` is the model
+    with tower and projector around `model`, where images are learnt from: text and images have one loss.
     """
 
-    def __init__(self, model: Transformer, auxiliary_weight: float = 0.0, bf16: bool = False) -> None:
+    def __init__(self, model: Transformer, auxiliary_weight: float = 0.0, bf16: bool = False, eye: Multimodal | None = None) -> None:
         super().__init__()
-        self.model, self.auxiliary_weight, self.bf16 = model, auxiliary_weight, bf16
+        self.model, self.auxiliary_weight, self.bf16, self.eye = model, auxiliary_weight, bf16, eye
 
     def forward(self, batch: Batch, count: int) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """(what to differentiate, detached sum of the cross-entropy); `count` is the learnt targets of the whole step."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            hidden = self.model.hidden(batch.tokens, cu_seqlens=batch.cu_seqlens, token_mask=batch.token_mask)
+            seen = None if self.eye is None else self.eye.embeddings(batch.tokens, batch.images)
+            hidden = self.model.hidden(batch.tokens, embeddings=seen, cu_seqlens=batch.cu_seqlens, token_mask=batch.token_mask)
             total = cross_entropy.cross_entropy_sum(*learnt(hidden, batch.targets, batch.loss_mask, self.bf16, self.model.head_weight))
         loss = total / count
         if self.auxiliary_weight:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gnomon.data.packing import Batch
 from gnomon.model.experts import RoutedExperts
+from gnomon.model.multimodal import Multimodal
 from gnomon.model.runs import model_tensors
 from gnomon.model.transformer import Transformer
 from gnomon.parallel import context, expert
@@ -24,7 +25,8 @@ from gnomon.parallel.axes import COPIES, TOKENS
 from gnomon.parallel.gradients import Gradients, added, owned
 from gnomon.parallel.mesh import Mesh
 from gnomon.parallel.shard import Shards
-from gnomon.train.units import TABLES, head_rows, is_matrix
+from gnomon.train.eye import parameters
+from gnomon.train.units import PATCHES, TABLES, head_rows, is_matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +39,9 @@ class Spread:
     exchange: Gradients | None = None
     shards: tuple[Shards, ...] = ()
 
-    def parameters(self, model: Transformer) -> list[tuple[str, Tensor]]:
+    def parameters(self, model: Transformer, eye: Multimodal | None = None) -> list[tuple[str, Tensor]]:
         """What this rank's optimiser works on: all that it holds, or views of the pieces that it owns."""
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named = parameters(model, eye)
         owned_here = {name: view for shards in self.shards for name, view in shards.held.items()}
         elsewhere = {name for shards in self.shards for name in shards.parameters}
         return [(name, owned_here.get(name, p)) for name, p in named if name in owned_here or name not in elsewhere]
@@ -121,8 +123,8 @@ class Spread:
         return own if parts is None else torch.cat(parts)
 
 
-def spread(model: Transformer, mesh: Mesh) -> Spread:
-    """Lay a model over a mesh, in place, before its optimiser is made.
+def spread(model: Transformer, mesh: Mesh, eye: Multimodal | None = None) -> Spread:
+    """Lay a model over a mesh, in place, before its optimiser is made; tower and projector are whole on every rank.
 
     Raises `ConfigError` for experts that expert ranks cannot share, and for mixers that cannot be cut along the tokens.
     """
@@ -133,7 +135,7 @@ def spread(model: Transformer, mesh: Mesh) -> Spread:
                 expert.spread(module, mesh.group("expert"))
                 cut |= {f"{name}.{weight}" for weight, _ in module.named_parameters()}
     shared = context.spread(model, mesh.group("context")) if mesh.size("context") > 1 else None
-    held = {name: (p, COPIES if name in cut else TOKENS) for name, p in model.named_parameters() if p.requires_grad}
+    held = {name: (p, COPIES if name in cut else TOKENS) for name, p in parameters(model, eye)}
     several = {name: (p, axes) for name, (p, axes) in held.items() if mesh.size(*axes) > 1}
     if not mesh.axes.zero:
         exchange = added([(p, mesh.group(*axes)) for p, axes in several.values()])
@@ -149,5 +151,6 @@ def spread(model: Transformer, mesh: Mesh) -> Spread:
 def _granule(name: str, parameter: Tensor, heads: tuple[int, ...] | None) -> int:
     """Rows of a parameter that the optimiser takes together: a head, an expert, a whole matrix; one row of a table."""
     if is_matrix(name, parameter):
-        return sum(heads) if heads else 1 if parameter.ndim > 2 else parameter.shape[0]
+        alone = parameter.ndim > 2 and not name.endswith(PATCHES)
+        return sum(heads) if heads else 1 if alone else parameter.shape[0]
     return 1 if name.endswith(TABLES) else parameter.shape[0]

@@ -11,6 +11,7 @@ from typing import Literal
 from gnomon import config as toml
 from gnomon.config import setting
 from gnomon.data.long_context import LongConfig
+from gnomon.data.pictures import PicturesConfig
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, ModelConfig
 from gnomon.parallel.axes import Axes
@@ -27,12 +28,15 @@ class SourceConfig:
     text_field: str = setting("text", "field that holds the text in jsonl and parquet files")
     max_bytes: int | None = setting(None, "only with empty paths: bytes of text to take from this machine; none: all the default takes")
     long: LongConfig | None = setting(None, "strew evidence of small tasks over windows of this text (report §3.4); none: plain documents")
+    pictures: PicturesConfig | None = setting(None, "pictures that a program makes, instead of text; needs [model.vision]")
 
     def __post_init__(self) -> None:
         if self.weight < 0:
             raise ConfigError(f"'weight' is {self.weight}; a share must not be negative")
         if self.max_bytes is not None and (self.paths or self.max_bytes <= 0):
             raise ConfigError(f"'max_bytes' is {self.max_bytes}; it must be positive and goes with empty 'paths' only")
+        if self.pictures is not None and (self.paths or self.max_bytes or self.long is not None):
+            raise ConfigError("'pictures' makes its own words; leave 'paths', 'max_bytes' and 'long' to a source of their own")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +51,15 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("'sources' is empty; leave it out to train on the text of this machine")
+        if self.tokenizer is None and not self.text_sources:
+            raise ConfigError("'sources' holds no text to train a tokenizer on; add a source of text, or name a 'tokenizer'")
         if not 0 <= self.held_out <= 0.5:
             raise ConfigError(f"'held_out' is {self.held_out}; it is a share between 0 and 0.5")
+
+    @property
+    def text_sources(self) -> tuple[SourceConfig, ...]:
+        """The sources that read text, in order."""
+        return tuple(source for source in self.sources if source.pictures is None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +92,11 @@ class EvaluateConfig:
     every: int = setting(0, "steps between evaluations; 0: only at the end")
     tokens: int = setting(65_536, "held-out tokens to read, rounded up to whole batches")
     contexts: tuple[int, ...] = setting((), "context lengths to evaluate at the end; empty: the last stage's and twice that")
+    pictures: int = setting(200, "held-out pictures of each kind to answer about at the end")
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.tokens < 1:
-            raise ConfigError(f"'every' is {self.every} and 'tokens' is {self.tokens}; use at least 0 and at least 1")
+        if self.every < 0 or self.tokens < 1 or self.pictures < 1:
+            raise ConfigError(f"'every' is {self.every}, 'tokens' {self.tokens}, 'pictures' {self.pictures}; use at least 0, 1 and 1")
         if any(context < 2 for context in self.contexts):
             raise ConfigError(f"'contexts' is {list(self.contexts)}; each must be at least 2")
 
@@ -134,6 +146,9 @@ class TrainRecipe:
         if self.batch_tokens < 1:
             raise ConfigError(f"'batch_tokens' is {self.batch_tokens}; it must be positive, and a multiple of each stage's context")
         self._check_mesh()
+        blind = [index for index, source in enumerate(self.data.sources) if source.pictures is not None and self.model.vision is None]
+        if blind:
+            raise ConfigError(f"'data.sources.{blind[0]}.pictures' is given, but the model has no eye; add a [model.vision] table")
         for index, stage in enumerate(self.stages):
             self._check_stage(f"stages.{index}.context", stage)
 

@@ -70,6 +70,9 @@ def _cards(run: Path, rows: charts.Rows, model: Transformer, material: Material,
         cards.append(card("Attention logits", text, charts.curve([r for r in rows if "max_logit" in r], "max_logit", "largest logit")))
     if results:
         cards.append(card("Held-out text", "Never trained on: documents chosen by a hash, or the ends of few documents.", _table(results)))
+    if results and results[0].pictures:
+        text = "Pictures never trained on; an answer counts if it is right to the last letter."
+        cards.append(card("Pictures", text, _picture_table(results[0])))
     recipe_text = html.escape((run / "recipe.toml").read_text(encoding="utf-8"))
     cards.append(f'<section class="card wide"><details><summary>Recipe</summary><pre>{recipe_text}</pre></details></section>')
     return cards
@@ -97,3 +100,9 @@ def _table(results: Sequence[HeldOut]) -> str:
              *(("" if r.answers is None else f"{r.answers:.0%}",) if asked else ())) for r in results)
     cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{cells}</table>"
+
+
+def _picture_table(result: HeldOut) -> str:
+    cells = "".join(f"<tr><td>{html.escape(kind)}</td><td>{share:.1%}</td><td>{asked:,}</td></tr>"
+                    for kind, (share, asked) in result.pictures.items())
+    return f"<table><tr><th>kind</th><th>answered right</th><th>asked</th></tr>{cells}</table>"

@@ -17,8 +17,11 @@ from gnomon.errors import ConfigError
 from gnomon.model.config import ModelConfig
 from gnomon.model.parts import KDAConfig, MLAConfig
 
-TABLES = ("embed_tokens.weight", "lm_head.weight")
-"""Rows of these are tokens, not directions of one map: AdamW, with weight decay."""
+TABLES = ("embed_tokens.weight", "lm_head.weight", "pos_emb.weight")
+"""Rows of these are tokens or places, not directions of one map: AdamW, with weight decay."""
+
+PATCHES = "patch_embed.proj.weight"
+"""One map, from all values of a patch, stored as filters [W, 3, P, P]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,13 @@ def head_rows(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     KDA: q, k, v by `head_dim`. MLA: queries by the whole query of a head; `kv_b_proj` by a head's key rows and value rows
     apart, since they are two maps; `kv_a_proj_with_mqa` into the latent and the key that all heads share. Output and gate
-    projections are one matrix, as in the report. A mixer of your own says it by a method `head_rows()` of its config.
+    projections are one matrix, as in the report. The tower's queries, keys and values by head. A mixer of your own says it by a method
+    `head_rows()` of its config.
     """
     names: dict[str, tuple[int, ...]] = {}
+    if config.vision is not None:
+        blocks = range(config.vision.vt_num_hidden_layers)
+        names |= {f"vision_tower.encoder.blocks.{block}.wqkv.weight": (config.vision.head_dim,) for block in blocks}
     for layer, kind in enumerate(config.layers):
         for name, rows in _mixer_rows(config.mixers[kind]).items():
             names[f"model.layers.{layer}.self_attn.{name}.weight"] = rows
@@ -72,6 +79,8 @@ def split(name: str, tensor: Float[Tensor, "*S A B"], rows: tuple[int, ...] | No
 
     Raises `ConfigError` when the head pattern does not divide the rows.
     """
+    if name.endswith(PATCHES):
+        return [tensor.flatten(1)[None]]
     if rows is None:
         return [tensor.reshape(-1, *tensor.shape[-2:])]
     if tensor.shape[0] % sum(rows):

@@ -1,0 +1,175 @@
+"""Made pictures as training items: image pads among tokens, pixels beside them, the answer after (report §3.1).
+
+An item is a document `pictures and words, question, answer`, or the same as a conversation in the chat format. Each image takes as many
+pads as it has tokens; pads are never learnt. Sample number n depends on seed and n alone, so the state is one number.
+Read next: `packing.py`, which lays items beside text.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image as Picture
+
+from gnomon.config import setting
+from gnomon.data.chat import chat_format, marker_ids
+from gnomon.data.images import ImageAt, ImageLimits, prepare
+from gnomon.data.messages import Conversation, Image, Message, Text
+from gnomon.data.mixture import Item, State
+from gnomon.data.picture_tasks import KINDS, Shown
+from gnomon.data.tokenizer import Tokenizer
+from gnomon.errors import CheckpointError, ConfigError
+from gnomon.extend import suggestion
+
+IMAGE_MARKERS = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PicturesConfig:
+    """Pictures that a program makes, with questions and answers."""
+
+    kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of pictures, taken by chance; a kind named twice comes twice as often")
+    chat: float = setting(0.25, "share of the items that are conversations in the chat format; the rest are plain documents")
+    seed: int = setting(0, "the same seed and number give the same picture")
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        if unknown or not self.kinds:
+            close = suggestion(unknown[0], list(KINDS)) if unknown else ""
+            raise ConfigError(f"'kinds' is {list(self.kinds)}{close} (kinds: {', '.join(KINDS)})")
+        if not 0 <= self.chat <= 1 or self.seed < 0:
+            raise ConfigError(f"'chat' is {self.chat} and 'seed' {self.seed}; a share from 0 to 1, and a seed of at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureSample:
+    """One item, what it shows, and where the tokens of its answer are: first and number."""
+
+    item: Item
+    shown: Shown
+    answer: tuple[int, int]
+
+
+class Pictures:
+    """An endless, resumable source of made pictures.
+
+    Raises `ConfigError` for a tokenizer that names no image markers, or no chat markers where conversations are wanted.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: PicturesConfig, limits: ImageLimits) -> None:
+        self.tokenizer, self.config, self.limits = tokenizer, config, limits
+        self.markers = marker_ids(tokenizer, IMAGE_MARKERS, "pictures")
+        self._chat = chat_format(tokenizer) if config.chat else None
+        self.index = 0
+
+    def next_item(self) -> Item:
+        """The next picture with its words."""
+        self.index += 1
+        return self.sample(self.index - 1).item
+
+    def state(self) -> State:
+        """The number of the next sample, and what the numbers mean."""
+        return {"index": self.index, "seed": self.config.seed, "tokenizer": self.tokenizer.fingerprint}
+
+    def restore(self, state: State) -> None:
+        """Go to where `state` was taken; raises `CheckpointError` when it belongs to other pictures."""
+        mine = self.state()
+        for name in ("seed", "tokenizer"):
+            if state.get(name) != mine[name]:
+                raise CheckpointError(f"the position belongs to other pictures: {name} {state.get(name)!r}, here {mine[name]!r}")
+        self.index = state["index"]
+
+    def sample(self, index: int) -> PictureSample:
+        """Sample number `index`."""
+        random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 0, index]))
+        as_chat = random.random() < self.config.chat
+        shown = KINDS[self.config.kinds[int(random.integers(len(self.config.kinds)))]](random)
+        return self._conversation(shown) if as_chat else self._document(shown)
+
+    def _document(self, shown: Shown) -> PictureSample:
+        """Parts, question, answer and the end of the document, one after the other."""
+        pieces: list[str | Picture.Image] = [*shown.parts, f"\n{shown.question}"]
+        tokens, learnt, images = _Laid(self).all(pieces)
+        answer = self._answer(shown, " ")
+        whole = np.array([*tokens, *answer, self.tokenizer.document_end_id], np.int64)
+        mask = np.array([*learnt, *[True] * (len(answer) + 1)], np.bool_)
+        return PictureSample(item=Item(tokens=whole, loss_mask=mask, images=images, whole=True), shown=shown,
+                             answer=(len(tokens), len(answer)))
+
+    def _conversation(self, shown: Shown) -> PictureSample:
+        """A user's message of parts and question, and the assistant's answer, in the chat format."""
+        assert self._chat is not None
+        content = tuple(Text(text=part) if isinstance(part, str) else Image(data=_png(part), media_type="image/png")
+                        for part in shown.parts)
+        user = Message(role="user", content=(*content, Text(text=shown.question)))
+        asked = self._chat.encode(Conversation(messages=(user,), thinking=False), images=True)
+        tokens, learnt, images = expand(np.array(asked.tokens, np.int64), [part for part in shown.parts if not isinstance(part, str)],
+                                        self.markers[2], self.limits)
+        answer = self._answer(shown, "")
+        tail = [*answer, *self._chat.answer_closes, self.tokenizer.eos_id]
+        whole, mask = np.array([*tokens, *tail], np.int64), np.array([*learnt, *[True] * len(tail)], np.bool_)
+        return PictureSample(item=Item(tokens=whole, loss_mask=mask, images=images, whole=True), shown=shown,
+                             answer=(len(tokens), len(answer)))
+
+    def _answer(self, shown: Shown, before: str) -> list[int]:
+        """Tokens of the answer; what is spelled gives each letter tokens of its own."""
+        if not shown.spelled:
+            return self.tokenizer.encode(before + shown.answer)
+        return [token for ids in self.tokenizer.encode_batch([before, *shown.answer]) for token in ids]
+
+    def piece(self, part: str | Picture.Image) -> tuple[list[int], ImageAt | None]:
+        """Tokens of words, or those of a picture with its pads, and the picture."""
+        if isinstance(part, str):
+            return self.tokenizer.encode(part), None
+        begin, content, pad, end = self.markers
+        pixels = prepare(part, self.limits)
+        head = [begin, *self.tokenizer.encode(f"image {pixels.width}x{pixels.height}"), content]
+        return [*head, *[pad] * pixels.tokens, end], ImageAt(pixels=pixels, start=len(head), count=pixels.tokens)
+
+
+class _Laid:
+    """Pieces laid one after the other."""
+
+    def __init__(self, pictures: Pictures) -> None:
+        self._pictures = pictures
+
+    def all(self, pieces: list[str | Picture.Image]) -> tuple[list[int], list[bool], tuple[ImageAt, ...]]:
+        """Tokens, which of them are learnt, and the images at their places."""
+        tokens: list[int] = []
+        images: list[ImageAt] = []
+        for piece in pieces:
+            ids, image = self._pictures.piece(piece)
+            if image is not None:
+                images.append(image.moved(len(tokens)))
+            tokens += ids
+        pad = self._pictures.markers[2]
+        return tokens, [token != pad for token in tokens], tuple(images)
+
+
+def expand(tokens: np.ndarray, pictures: list[Picture.Image], pad: int, limits: ImageLimits
+           ) -> tuple[list[int], list[bool], tuple[ImageAt, ...]]:
+    """Each pad of a prompt as many times as its image has tokens; which tokens are learnt; the images at their places.
+
+    Raises `ConfigError` where pads and pictures differ in number.
+    """
+    waiting = [prepare(picture, limits) for picture in pictures]
+    if int((tokens == pad).sum()) != len(waiting):
+        raise ConfigError(f"the prompt has {int((tokens == pad).sum())} places for images and {len(waiting)} images are given")
+    laid: list[int] = []
+    images: list[ImageAt] = []
+    for token in tokens.tolist():
+        if token == pad:
+            pixels = waiting[len(images)]
+            images.append(ImageAt(pixels=pixels, start=len(laid), count=pixels.tokens))
+            laid += [pad] * pixels.tokens
+        else:
+            laid.append(token)
+    return laid, [token != pad for token in laid], tuple(images)
+
+
+def _png(picture: Picture.Image) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    return stream.getvalue()
