@@ -84,12 +84,14 @@ class Multimodal(nn.Module):
 
     @torch.no_grad()
     def initialise_eye(self, seed: int = 0) -> "Multimodal":
-        """Starting weights of tower and projector alone."""
+        """Starting weights of tower and projector alone; filters of patches begin without a mean."""
         for part, prefix in ((self.vision_tower, 1), (self.mm_projector, 2)):
             initialise(part, seed + prefix, 1.0)
             for parameter in part.parameters():
                 if parameter.dim() in (2, 4):
                     parameter.data *= math.sqrt(1 / parameter[0].numel())
+        filters = self.vision_tower.patch_embed.proj.weight
+        filters -= filters.mean((1, 2, 3), keepdim=True)  # plain paper says nothing at first; what stands out on it does
         return self
 
     def features(self, images: Sequence[Item]) -> list[Float[Tensor, "_ D"]]:
