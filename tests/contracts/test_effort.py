@@ -1,4 +1,4 @@
-"""Budgets of effort, the gate before reinforcement, and graders that fail or hang."""
+"""Budgets of effort, and graders that fail or hang."""
 
 import math
 import threading
@@ -56,18 +56,6 @@ def test_tau_comes_down_in_a_line() -> None:
     assert TauConfig().at(3, 10) == math.inf and TauConfig(target=0.7).at(0, 10) == 0.7
     with pytest.raises(ConfigError, match="without a 'target'"):
         TauConfig(start=1.0)
-
-
-def test_the_gate_sees_whether_thinking_helps() -> None:
-    """Rising accuracy passes, flat does not, and the picture says why."""
-    rising = effort.gate("general", [graded(t, float(t > 10)) for t in range(1, 21)])
-    assert rising.passed and rising.gain == 1.0 and [b.count for b in rising.bins] == [5, 5, 5, 5]
-    flat = effort.gate("coding", [graded(t, float(t % 2)) for t in range(1, 21)])
-    assert not flat.passed and "gain" in flat.picture()
-    alike = effort.gate("general", [graded(8, 1.0)] * 20)
-    assert not alike.passed and len(alike.bins) == 1
-    with pytest.raises(ConfigError, match="too few"):
-        effort.gate("general", [graded(1, 1.0)] * 7)
 
 
 def test_graders_that_fail_or_hang_are_the_machines_fault() -> None:

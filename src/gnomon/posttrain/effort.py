@@ -1,4 +1,4 @@
-"""Effort: how many tokens an answer may take before its reward is overridden, and whether thinking helps at all (report §4.1.2).
+"""Effort: how many tokens an answer may take before its reward is overridden (report §4.1.2).
 
 b0 of a class of problems is the mean of T that the cold-start model takes. A rollout with T > tau b0 gets the reward -1, right or not;
 nothing is cut, and the model never sees a number, only the effort's name in its context. `max` is trained first with a tau that does not
@@ -102,51 +102,3 @@ def reward(rollout: Rollout, budgets: Budgets | None, tau: float) -> float:
     if budgets is not None and budgets.over(rollout, tau):
         return OVER_BUDGET
     return rollout.score.reward
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bin:
-    """Accuracy of the answers whose T lies in [low, high)."""
-
-    low: int
-    high: int
-    count: int
-    accuracy: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gate:
-    """Whether longer thinking makes a domain's answers better, before any reinforcement: if not, reinforcement removes the thinking."""
-
-    domain: str
-    bins: tuple[Bin, ...]
-    gain: float
-    passed: bool
-
-    def picture(self) -> str:
-        """A line per bin."""
-        rows = [f"{b.low:4d}-{b.high - 1:<4d} {b.accuracy:5.2f} {'#' * round(40 * b.accuracy)} (n={b.count})" for b in self.bins]
-        return "\n".join([f"{self.domain}: accuracy by T, gain {self.gain:+.2f}", *rows])
-
-
-def gate(domain: str, rollouts: Sequence[Rollout], *, bins: int = 4, least_gain: float = 0.1) -> Gate:
-    """Accuracy by T over a domain's cold-start rollouts, in `bins` bins of about equal counts.
-
-    `gain` is the accuracy of the longer half of the bins minus that of the shorter half; it passes from `least_gain` on.
-    """
-    scored = sorted((r.spent, r.score.reward > 0) for r in rollouts if r.score is not None and r.score.reward is not None)
-    if len(scored) < 2 * bins:
-        raise ConfigError(f"domain '{domain}': {len(scored)} graded rollouts are too few for {bins} bins; sample at least {2 * bins}")
-    edges = sorted({scored[len(scored) * i // bins][0] for i in range(bins)})
-    found = []
-    for low, high in zip(edges, [*edges[1:], scored[-1][0] + 1], strict=True):
-        inside = [right for spent, right in scored if low <= spent < high]
-        if inside:
-            found.append(Bin(low=low, high=high, count=len(inside), accuracy=sum(inside) / len(inside)))
-    half = (len(found) + 1) // 2
-    gain = _accuracy(found[-half:]) - _accuracy(found[:half]) if len(found) > 1 else 0.0
-    return Gate(domain=domain, bins=tuple(found), gain=gain, passed=gain >= least_gain)
-
-
-def _accuracy(bins: Sequence[Bin]) -> float:
-    return sum(b.accuracy * b.count for b in bins) / sum(b.count for b in bins)

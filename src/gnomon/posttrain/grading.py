@@ -85,6 +85,24 @@ class Grading:
             self._todo.put(None)
 
 
+class Ungraded:
+    """In the place of `Grading` where nobody asks for rewards: distillation."""
+
+    def __init__(self) -> None:
+        self._finished: list[Rollout] = []
+
+    def submit(self, rollout: Rollout, world: Episode | None) -> None:
+        """Take it as it is; its world is closed."""
+        if world is not None:
+            world.close()
+        self._finished.append(rollout)
+
+    def collect(self) -> list[Rollout]:
+        """All since the last call, by group and member."""
+        finished, self._finished = self._finished, []
+        return sorted(finished, key=lambda r: (r.group, r.member))
+
+
 def _wait(result: Future[Score], seconds: float) -> None:
     done = threading.Event()
     result.add_done_callback(lambda _: done.set())
