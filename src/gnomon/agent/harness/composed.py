@@ -10,11 +10,13 @@ import re
 from typing import get_args
 
 from gnomon.agent.harness import context as contexts
+from gnomon.agent.harness import skills
 from gnomon.agent.harness import wire as wires
 from gnomon.agent.harness.context import Talk
 from gnomon.agent.harness.desk import Desk, Model
 from gnomon.agent.harness.fault import Fault
 from gnomon.agent.harness.loop import Loop
+from gnomon.agent.harness.memory import recalled
 from gnomon.agent.harness.observation import bounded, clean
 from gnomon.agent.harness.spec import HarnessSpec
 from gnomon.agent.harness.tool import Bound
@@ -25,7 +27,8 @@ from gnomon.errors import ConfigError
 from gnomon.extend import suggestion
 from gnomon.sandbox.sandbox import Sandbox
 
-PLACE = re.compile(r"\{(task|workdir|tools|skills|memory|instructions)\}")
+PLACES = ("task", "workdir", "tools", "skills", "memory", "instructions")
+PLACE = re.compile(rf"\{{({'|'.join(PLACES)})\}}")
 INSTRUCTION_CHARACTERS = 20_000
 
 
@@ -36,14 +39,22 @@ class Composed:
         self.spec = spec
         self.name = spec.name
         self.tools = [Bound(name, use) for name, use in spec.tools.items()]
+        self.skills = skills.loaded(spec.skills)
         self.wire = wires.opened(spec.wire)
         self.context = contexts.opened(spec.context)
         if self.wire.always and not any(tool.main for tool in self.tools):
             raise ConfigError(f"harness '{self.name}': 'wire' is '{spec.wire.kind}', which needs a tool that takes text; 'tools' has none")
-        for where, text in (("system", spec.system), ("task", spec.task)):
+        kinds = {use.kind for use in spec.tools.values()}
+        if "memory" in kinds and spec.memory is None:
+            raise ConfigError(f"harness '{self.name}': 'tools' has one for notes, and 'memory' does not say where they are kept")
+        if spec.context.kind == "recursive" and "python" not in kinds:
+            raise ConfigError(f"harness '{self.name}': 'context' is 'recursive', which needs a tool of the kind 'python'")
+        if kinds & {"skill", "skills"} and not spec.skills:
+            raise ConfigError(f"harness '{self.name}': 'tools' has one for skills, and 'skills' names none")
+        for where, text in (("system", spec.system), ("task", spec.task), ("agents.prompt", spec.agents.prompt)):
             for name in re.findall(r"\{([a-z_]+)\}", text):
                 if not PLACE.fullmatch(f"{{{name}}}"):
-                    raise ConfigError(f"harness '{self.name}': '{where}' names {{{name}}}; prompts know {PLACE.pattern[3:-3]}")
+                    raise ConfigError(f"harness '{self.name}': '{where}' names {{{name}}}; prompts know {', '.join(PLACES)}")
 
     async def run(self, task: Task, model: Model, box: Sandbox | None, *, effort: str | None = None) -> StopReason:
         """One attempt at a task; its turns are on `model`'s record.
@@ -55,27 +66,47 @@ class Composed:
         if box is None and self.spec.machine == "required":
             raise ConfigError(f"task {task.id}: has no 'image', and the harness '{self.name}' needs a machine; give the task an image, "
                               "or choose another harness")
-        desk = Desk(spec=self.spec, task=task, model=model, box=box, workdir=_workdir(task, box))
+        desk = Desk(spec=self.spec, task=task, model=model, box=box, workdir=_workdir(task, box), skills=self.skills)
+        reason, _ = await self._agent(desk, task.prompt, chosen)
+        return reason
+
+    async def _agent(self, desk: Desk, request: str, effort: Effort | None) -> tuple[StopReason, str]:
+        """One agent to its end: why it ended, and what it said last."""
+        below = desk.depth > 0
+        if desk.depth < self.spec.agents.depth:
+            desk.ask = lambda prompt, context: self._called(desk, prompt, context, effort)
+        tools = [tool for tool in self.tools if desk.box is not None or not tool.kind.machine]
+        tools = [tool for tool in tools if desk.ask is not None or self.spec.tools[tool.name].kind != "agent"]
         try:
-            return await self._agent(desk, task.prompt, chosen, task.system)
+            places = await self._places(desk, tools, request if below else self.context.begin(desk, request))
+            system = self._system(desk, places)
+            messages = [Message(role="system", content=(Text(text=clean(system)),))] if system else []
+            messages.append(Message(role="user", content=(Text(text=clean(request if below else _filled(self.spec.task, places))),)))
+            talk = Talk(messages=messages, tools=self.wire.declared(tools), effort=effort, thinking=self.spec.thinking,
+                        purpose="agent" if below else None)
+            turns = self.spec.agents.turns if below else self.spec.turns
+            reason = await Loop(tools, self.wire, self.context).run(talk, desk, turns)
         finally:
             await desk.close()
+        return reason, next((message.text for message in reversed(talk.messages) if message.role == "assistant"), "")
 
-    async def _agent(self, desk: Desk, request: str, effort: Effort | None, own: str | None) -> StopReason:
-        tools = [tool for tool in self.tools if desk.box is not None or not tool.kind.machine]
-        loop = Loop(tools, self.wire, self.context)
-        places = await self._places(desk, tools, self.context.begin(desk, request))
-        system = "\n\n".join(text for text in (_filled(self.spec.system, places).strip(), own) if text)
-        if tools and "{tools}" not in self.spec.system and places["tools"]:
-            system = "\n\n".join(text for text in (system, places["tools"]) if text)
-        messages = [Message(role="system", content=(Text(text=clean(system)),))] if system else []
-        messages.append(Message(role="user", content=(Text(text=clean(_filled(self.spec.task, places))),)))
-        talk = Talk(messages=messages, tools=self.wire.declared(tools), effort=effort, thinking=self.spec.thinking)
-        return await loop.run(talk, desk, self.spec.turns)
+    async def _called(self, caller: Desk, prompt: str, context: str, effort: Effort | None) -> str:
+        """What an agent answers that another one called: the same machine and notes, everything else its own."""
+        desk = Desk(spec=self.spec, task=caller.task, model=caller.model, box=caller.box, workdir=caller.workdir, skills=self.skills,
+                    depth=caller.depth + 1, notes=caller.notes)
+        reason, said = await self._agent(desk, f"{prompt}\n\n{context}" if context else prompt, effort)
+        return said if reason == "finished" else f"[The agent did not finish: {reason}. It said last:]\n{said}"
+
+    def _system(self, desk: Desk, places: dict[str, str]) -> str:
+        """The system prompt: the spec's or that of a called agent, how calls are written, and what the task has of its own."""
+        said = self.spec.agents.prompt if desk.depth else self.spec.system
+        parts = [_filled(said, places).strip(), places["tools"] if "{tools}" not in said else "", desk.task.system or ""]
+        return "\n\n".join(part for part in parts if part)
 
     async def _places(self, desk: Desk, tools: list[Bound], task: str) -> dict[str, str]:
-        return {"task": task, "workdir": desk.workdir, "tools": self.wire.instructions(tools) if tools else "", "skills": "", "memory": "",
-                "instructions": await self._instructions(desk)}
+        listed = "\n".join(f"- {skill.name}: {skill.about}" for skill in self.skills.values())
+        return {"task": task, "workdir": desk.workdir, "tools": self.wire.instructions(tools) if tools else "", "skills": listed,
+                "memory": await recalled(desk), "instructions": await self._instructions(desk)}
 
     async def _instructions(self, desk: Desk) -> str:
         """What the files that address agents say, where the working directory has them."""

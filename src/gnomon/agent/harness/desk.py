@@ -7,11 +7,12 @@ Read next: `loop.py`.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from gnomon.agent.harness.fault import Fault
+from gnomon.agent.harness.skills import Skill
 from gnomon.agent.harness.spec import HarnessSpec
 from gnomon.agent.policy import Completion, Sampling
 from gnomon.agent.task import Task
@@ -38,7 +39,7 @@ class Model(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Desk:
-    """The state of one attempt. `plan` and `notes` are what the agent wrote down; `closing` is done when the attempt ends.
+    """The state of one agent. `plan` and `notes` are what it wrote down, `state` what tools remember; `closing` is done when it ends.
 
     `ask` runs another agent: its task, then what it should know; it gives that agent's last message. `depth` counts agents above this one.
     """
@@ -51,6 +52,7 @@ class Desk:
     depth: int = 0
     plan: list[Any] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    skills: Mapping[str, Skill] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     closing: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
     ask: Callable[[str, str], Coroutine[Any, Any, str]] | None = None

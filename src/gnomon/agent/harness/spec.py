@@ -73,10 +73,10 @@ class Observations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Notes that outlive a context: a file, read into the prompt when an attempt begins."""
+    """Notes that outlive a context: files, read into the prompt when an attempt begins. Without a machine they last for the attempt."""
 
-    path: str = setting("MEMORY.md", "where it lies, from the working directory or absolute; without a machine it is kept for the attempt")
-    characters: int = setting(2200, "it may not become longer")
+    files: dict[str, str] = setting(factory=lambda: {"memory": "MEMORY.md"}, doc="what each is for, and where it lies")
+    characters: int = setting(2200, "none may become longer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
