@@ -128,6 +128,16 @@ class Terminals:
         self.all[terminal.id] = terminal
         return terminal
 
+    async def any(self, seconds: float) -> list[Terminal]:
+        """Wait for the first to end, at most so long; those that were running."""
+        running = [each for each in self.all.values() if each.running]
+        reading = {each.reading for each in running if each.reading is not None}
+        if reading:
+            await asyncio.wait(reading, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for each in running:
+            await each.ended(0.0)
+        return running
+
     async def close(self) -> None:
         """End all of them."""
         for each in self.all.values():

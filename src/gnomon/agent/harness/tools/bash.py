@@ -12,7 +12,7 @@ from typing import Any
 from gnomon.agent.fields import Fields
 from gnomon.agent.harness.desk import Desk
 from gnomon.agent.harness.fault import Fault
-from gnomon.agent.harness.observation import Seen
+from gnomon.agent.harness.observation import Seen, bounded
 from gnomon.agent.harness.spec import Argument
 from gnomon.agent.harness.terminals import terminals
 from gnomon.errors import DataError
@@ -35,6 +35,7 @@ class Kind:
         "directory": Argument(doc="Where it runs"),
         "background": Argument(type="boolean", doc="Start it and go on; it becomes a session"),
         "wait": Argument(type="number", doc="After this many seconds it goes on as a session"),
+        "most_characters": Argument(type="number", doc="At most so much of what it prints"),
     }
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -54,11 +55,11 @@ class Kind:
         """Its output, both streams in the order in which they came, and its status."""
         if len(given["command"]) > LONGEST:
             raise Fault(f"the command has {len(given['command'])} characters, and {LONGEST} are possible; write a file and run it")
-        if given.get("seconds", 1) <= 0 or given.get("wait", 0) < 0:
+        if given.get("seconds", 1) < 0 or given.get("wait", 0) < 0:
             raise Fault("a command needs more than 0 seconds")
         if given.get("background") or given.get("wait", self.wait) is not None:
             return await self._session(desk, given)
-        seconds = min(given.get("seconds", self.seconds), self.most_seconds)
+        seconds = min(given.get("seconds") or self.seconds, self.most_seconds)
         kept = self.keeps == "directory"
         script = "exec 2>&1\n" + (f"trap 'printf \"{WHERE}%s\" \"$PWD\"' EXIT\n" if kept else "") + given["command"]
         result = await desk.run((*SHELL, script), seconds=seconds, cwd=_directory(desk, given))
@@ -70,19 +71,23 @@ class Kind:
         done = self.ends is not None and result.code == 0 and text.lstrip().split("\n", 1)[0].strip() == self.ends
         late = f"it was ended after {seconds:g} seconds" if result.timed_out else ""
         lost = "more output than is kept was dropped" if result.truncated else ""
-        return Seen(text=_shown(self.form, text, result.code, [note for note in (late, lost) if note]), done=done)
+        return Seen(text=_shown(self.form, _part(text, given), result.code, [note for note in (late, lost) if note]), done=done)
 
     async def _session(self, desk: Desk, given: Mapping[str, Any]) -> Seen:
         """A program that may go on after this call."""
-        limit = min(given["seconds"], self.most_seconds) if "seconds" in given else None
+        limit = min(given["seconds"], self.most_seconds) if given.get("seconds") else None
         terminal = await terminals(desk).start(desk, given["command"], (*SHELL, "exec 2>&1\n" + given["command"]), limit,
                                                _directory(desk, given))
         wait = 0.0 if given.get("background") else min(given.get("wait", self.wait or 0.0), self.most_seconds)
         if not await terminal.ended(wait):
-            text = terminal.news()
+            text = _part(terminal.news(), given)
             return Seen(text=(f"{text.rstrip()}\n" if text.strip() else "") + f"[it goes on as session {terminal.id}]")
         code = terminal.result.code if terminal.result is not None else -1
-        return Seen(text=_shown(self.form, terminal.news(), code, [terminal.state] if terminal.failure is not None else []))
+        return Seen(text=_shown(self.form, _part(terminal.news(), given), code, [terminal.state] if terminal.failure is not None else []))
+
+
+def _part(text: str, given: Mapping[str, Any]) -> str:
+    return bounded(text, max(100, int(given["most_characters"]))) if given.get("most_characters") else text
 
 
 def _directory(desk: Desk, given: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,7 @@
-"""The sessions that commands became: list them, read what is new, write to one, wait for its end, end it. No settings."""
+"""The sessions that commands became: list them, read what is new, write to one, wait for its end, end it.
+
+Settings: `seconds` (0), how long a look at one, or a line written to one, waits for its end where a call does not say it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 from gnomon.agent.fields import Fields
 from gnomon.agent.harness.desk import Desk
 from gnomon.agent.harness.fault import Fault
-from gnomon.agent.harness.observation import Seen
+from gnomon.agent.harness.observation import Seen, bounded
 from gnomon.agent.harness.spec import Argument
 from gnomon.agent.harness.terminals import Terminal, terminals
 
@@ -26,10 +29,14 @@ class Kind:
         "session": Argument(doc="Which session"),
         "data": Argument(doc="What is written to it; `submit` adds the end of a line"),
         "seconds": Argument(type="number", doc="How long to wait for its end, or for an answer"),
+        "block": Argument(type="boolean", doc="Whether to wait at all"),
+        "most_characters": Argument(type="number", doc="At most so much of what it printed"),
     }
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        Fields(settings, "process").done()
+        fields = Fields(settings, "process")
+        self.seconds = fields.number("seconds", 0.0)
+        fields.done()
 
     async def call(self, desk: Desk, given: Mapping[str, Any]) -> Seen:
         """How it stands, and what it printed."""
@@ -37,10 +44,13 @@ class Kind:
         if action == "list":
             rows = [f"{each.id}  {each.state}  {each.command[:100]!r}" for each in known.all.values()]
             return Seen(text="\n".join(rows) or "There are no sessions.")
+        seconds = LONGEST_WAIT if action == "wait" and "seconds" not in given else given.get("seconds", self.seconds)
+        seconds = 0.0 if given.get("block") is False else min(max(seconds, 0.0), LONGEST_WAIT)
+        if given.get("session") is None and action == "wait":
+            return Seen(text="\n".join(map(_told, await known.any(seconds))) or "No session is running.")
         if given.get("session") is None:
             raise Fault(f"'{action}' needs a session")
         one = known.find(given["session"])
-        seconds = min(max(given.get("seconds", 0.0), 0.0), LONGEST_WAIT)
         if action in ("write", "submit") and (given.get("data") or action == "submit"):
             await one.write(given.get("data", "").encode() + (b"\n" if action == "submit" else b""))
         elif action == "close":
@@ -50,10 +60,8 @@ class Kind:
             seconds = 10.0
         elif action == "log":
             one.seen = one.total - len(one.kept)
-        elif action == "wait" and "seconds" not in given:
-            seconds = LONGEST_WAIT
         await one.ended(seconds)
-        return Seen(text=_told(one))
+        return Seen(text=bounded(_told(one), max(100, int(given.get("most_characters") or 1 << 20))))
 
 
 def _told(one: Terminal) -> str:
