@@ -6,11 +6,12 @@ The database is the agent's, so it is read as hostile data: from a copy, read-on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sqlite3
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,28 @@ class Verifier:
         return Score(reward=float(not wrong), metrics={"share": share}, evidence=(*wrong,) or ("all rows are right",))
 
     def _asked(self, data: bytes, log: bytes | None) -> list[str]:
-        with tempfile.TemporaryDirectory(prefix="gnomon-rows-") as folder:
-            copy = Path(folder) / "copy.db"
-            copy.write_bytes(data)
-            if log:
-                Path(f"{copy}-wal").write_bytes(log)
+        with copied(data, log) as copy:
             return [why for sql, rows, ordered in self.queries if (why := _why(copy, sql, rows, ordered))]
+
+
+@contextlib.contextmanager
+def copied(data: bytes, log: bytes | None) -> Iterator[Path]:
+    """A database and its write-ahead log as files, for as long as the block takes."""
+    with tempfile.TemporaryDirectory(prefix="gnomon-rows-") as folder:
+        copy = Path(folder) / "copy.db"
+        copy.write_bytes(data)
+        if log:
+            Path(f"{copy}-wal").write_bytes(log)
+        yield copy
+
+
+def asked(data: bytes, log: bytes | None, sql: str) -> list[tuple[Any, ...]] | str:
+    """The rows of one query to a database that is hostile data; the reason where there are none to be had."""
+    with copied(data, log) as copy:
+        try:
+            return _rows(copy, sql)
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            return str(error)
 
 
 def _why(copy: Path, sql: str, wanted: Sequence[tuple[Any, ...]], ordered: bool) -> str:
