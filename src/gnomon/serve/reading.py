@@ -72,7 +72,8 @@ class Reader:
         self._choice = choice
         self._parser = parser
         self._tokenizer = tokenizer
-        self._structure = frozenset(tokenizer.special_ids.values()) if asked.conversation is not None else frozenset()
+        self._plain = asked.conversation is None
+        self._structure = frozenset() if self._plain else frozenset(tokenizer.special_ids.values())
         self._stops = StopStrings(asked.stop)
         self._first_call_only = not asked.parallel_calls
         self._with_logprobs = asked.top_logprobs is not None
@@ -101,6 +102,9 @@ class Reader:
             pieces = self._pieces(reply.tail)
             if free := self._stops.flush():
                 pieces.append(self._release(free))
+            if self._waiting and self._plain:  # who reads ids wants all of them: also the one that ended the text and has none itself
+                pieces.append(Said(choice=self._choice, delta=TextDelta(text=""), logprobs=tuple(token for token, _ in self._waiting)))
+                self._waiting.clear()
         calls = reply.tool_calls[:1] if self._first_call_only else reply.tool_calls
         if self._stops.matched is not None:
             calls = ()
