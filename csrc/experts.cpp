@@ -17,6 +17,11 @@ namespace {
 
 using namespace gnomon;
 
+const int64_t MX_BLOCK = 32; /* neighbours that share an MXFP8 scale */
+
+/* Rows of an intermediate as MXFP8 stores them, in place. */
+void coarsen(float* rows, int64_t count) { gnomon_mxfp_round(rows, count / MX_BLOCK, 8, 0, rows, 1); }
+
 const int64_t TILE = 96;   /* pairs taken through the products together: a multiple of the kernel's six rows */
 const int64_t CHUNK = 768; /* pairs of one forward task: enough to pay for packing the weights, few enough to share an expert */
 const int64_t TOKENS = 64; /* of one task when pairs return to their tokens */
@@ -77,6 +82,7 @@ struct Backward {
     const Shape& s;
     const float *z, *grad, *w_gate, *w_up, *w_down, *weights, *gate, *up;
     float beta1, beta2;
+    bool mxfp8;
     float *d_rows, *d_gate_stack, *d_up_stack, *d_down_stack, *d_weights;
     Floats down, gate_panels, up_panels, x, dy, through, d_gate, d_up, hidden, packed_x, packed_hidden;
 
@@ -99,6 +105,7 @@ struct Backward {
         multiply({dy.get(), latent, down.get(), through.get(), inner, count, latent, 0, inner, false, false});
         situ_backward({through.get(), gate + pair * inner, up + pair * inner, p, d_gate.get(), d_up.get(), hidden.get(), dp, count, inner,
                        beta1, beta2});
+        if (mxfp8) round_hidden(pair, count, p, dp);
         for (int64_t i = 0; i < count; ++i) d_weights[s.order[pair + i]] = dp[i];
         float* to = d_rows + pair * latent;
         multiply({d_gate.get(), inner, gate_panels.get(), to, latent, count, inner, 0, latent, false, false});
@@ -110,6 +117,22 @@ struct Backward {
         multiply({d_up.get(), inner, packed_x.get(), d_up_stack + offset, latent, inner, count, 0, latent, true, !first});
     }
 
+    /* What was multiplied is the rounded intermediate: `hidden` becomes that times the pair's weight, and dp its product with `through`. */
+    void round_hidden(int64_t pair, int64_t count, const float* p, float* dp) {
+        const int64_t inner = s.inner;
+        situ(gate + pair * inner, up + pair * inner, count * inner, beta1, beta2, hidden.get());
+        coarsen(hidden.get(), count * inner);
+        for (int64_t i = 0; i < count; ++i) {
+            float *a = hidden.get() + i * inner, total = 0.0f;
+            const float* g = through.get() + i * inner;
+            for (int64_t j = 0; j < inner; ++j) {
+                total += g[j] * a[j];
+                a[j] *= p[i];
+            }
+            dp[i] = total;
+        }
+    }
+
     void expert(const Task& task) {
         const int64_t latent = s.latent, inner = s.inner, offset = task.expert * inner * latent;
         pack(w_down + offset, inner, latent, inner, down.get());
@@ -119,6 +142,62 @@ struct Backward {
             tile(task.expert, pair, std::min(TILE, task.last - pair), pair == task.first);
     }
 };
+
+void grouped_forward(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
+                     const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
+                     int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
+                     float* y, bool mxfp8, int32_t threads) {
+    const Shape s{order, starts, experts, k, latent, inner};
+    const std::vector<Task> all = tasks(s, CHUNK);
+    const Floats outputs(new float[tokens * k * latent]);
+#pragma omp parallel num_threads(threads)
+    {
+        const Floats gates(new float[packed_size(latent, inner)]), ups(new float[packed_size(latent, inner)]);
+        const Floats downs(new float[packed_size(inner, latent)]), x(new float[TILE * latent]), hidden(new float[TILE * inner]);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < all.size(); ++i) {
+            const Task& task = all[i];
+            const int64_t offset = task.expert * inner * latent;
+            pack_transposed(w_gate + offset, latent, latent, inner, gates.get());
+            pack_transposed(w_up + offset, latent, latent, inner, ups.get());
+            pack_transposed(w_down + offset, inner, inner, latent, downs.get());
+            for (int64_t pair = task.first; pair < task.last; pair += TILE) {
+                const int64_t count = std::min(TILE, task.last - pair);
+                s.gather(z, pair, count, x.get());
+                float *g = gate + pair * inner, *u = up + pair * inner;
+                multiply({x.get(), latent, gates.get(), g, inner, count, latent, 0, inner, false, false});
+                multiply({x.get(), latent, ups.get(), u, inner, count, latent, 0, inner, false, false});
+                situ(g, u, count * inner, beta1, beta2, hidden.get());
+                if (mxfp8) coarsen(hidden.get(), count * inner);
+                multiply({hidden.get(), inner, downs.get(), outputs.get() + pair * latent, latent, count, inner, 0, latent, false, false});
+            }
+        }
+    }
+    return_to_tokens(outputs.get(), position, weights, tokens, k, latent, y, threads);
+}
+
+void grouped_backward(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
+                      const float* weights, const float* gate, const float* up, const int64_t* starts,
+                      const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
+                      int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
+                      float* d_down, float* d_weights, bool mxfp8, int32_t threads) {
+    const Shape s{order, starts, experts, k, latent, inner};
+    const std::vector<Task> all = tasks(s, tokens * k + 1);
+    const Floats d_rows(new float[tokens * k * latent]);
+    const int64_t size = inner * latent;
+    for (int64_t e = 0; e < experts; ++e)
+        if (starts[e] == starts[e + 1])
+            for (float* stack : {d_gate, d_up, d_down}) std::fill_n(stack + e * size, size, 0.0f);
+#pragma omp parallel num_threads(threads)
+    {
+        Backward own{s,     z,     grad,  w_gate,       w_up,   w_down, weights, gate,      up, beta1, beta2, mxfp8, d_rows.get(),
+                     d_gate, d_up, d_down, d_weights, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+        own.reserve();
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < all.size(); ++i) own.expert(all[i]);
+    }
+    return_to_tokens(d_rows.get(), position, nullptr, tokens, k, latent, d_z, threads);
+}
 
 }  // namespace
 
@@ -141,32 +220,8 @@ extern "C" void gnomon_grouped_forward(const float* z, const float* w_gate, cons
                                        const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
                                        int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
                                        float* y, int32_t threads) {
-    const Shape s{order, starts, experts, k, latent, inner};
-    const std::vector<Task> all = tasks(s, CHUNK);
-    const Floats outputs(new float[tokens * k * latent]);
-#pragma omp parallel num_threads(threads)
-    {
-        const Floats gates(new float[packed_size(latent, inner)]), ups(new float[packed_size(latent, inner)]);
-        const Floats downs(new float[packed_size(inner, latent)]), x(new float[TILE * latent]), hidden(new float[TILE * inner]);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < all.size(); ++i) {
-            const Task& task = all[i];
-            const int64_t offset = task.expert * inner * latent;
-            pack_transposed(w_gate + offset, latent, latent, inner, gates.get());
-            pack_transposed(w_up + offset, latent, latent, inner, ups.get());
-            pack_transposed(w_down + offset, inner, inner, latent, downs.get());
-            for (int64_t pair = task.first; pair < task.last; pair += TILE) {
-                const int64_t count = std::min(TILE, task.last - pair);
-                s.gather(z, pair, count, x.get());
-                float *g = gate + pair * inner, *u = up + pair * inner;
-                multiply({x.get(), latent, gates.get(), g, inner, count, latent, 0, inner, false, false});
-                multiply({x.get(), latent, ups.get(), u, inner, count, latent, 0, inner, false, false});
-                situ(g, u, count * inner, beta1, beta2, hidden.get());
-                multiply({hidden.get(), inner, downs.get(), outputs.get() + pair * latent, latent, count, inner, 0, latent, false, false});
-            }
-        }
-    }
-    return_to_tokens(outputs.get(), position, weights, tokens, k, latent, y, threads);
+    grouped_forward(z, w_gate, w_up, w_down, weights, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2, gate, up, y, false,
+                    threads);
 }
 
 extern "C" void gnomon_grouped_backward(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
@@ -174,20 +229,23 @@ extern "C" void gnomon_grouped_backward(const float* z, const float* grad, const
                                         const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
                                         int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
                                         float* d_down, float* d_weights, int32_t threads) {
-    const Shape s{order, starts, experts, k, latent, inner};
-    const std::vector<Task> all = tasks(s, tokens * k + 1);
-    const Floats d_rows(new float[tokens * k * latent]);
-    const int64_t size = inner * latent;
-    for (int64_t e = 0; e < experts; ++e)
-        if (starts[e] == starts[e + 1])
-            for (float* stack : {d_gate, d_up, d_down}) std::fill_n(stack + e * size, size, 0.0f);
-#pragma omp parallel num_threads(threads)
-    {
-        Backward own{s,     z,     grad,  w_gate,       w_up,   w_down, weights, gate,      up, beta1, beta2, d_rows.get(),
-                     d_gate, d_up, d_down, d_weights, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
-        own.reserve();
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < all.size(); ++i) own.expert(all[i]);
-    }
-    return_to_tokens(d_rows.get(), position, nullptr, tokens, k, latent, d_z, threads);
+    grouped_backward(z, grad, w_gate, w_up, w_down, weights, gate, up, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2,
+                     d_z, d_gate, d_up, d_down, d_weights, false, threads);
+}
+
+extern "C" void gnomon_grouped_forward_mxfp8(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
+                                       const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
+                                       int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
+                                       float* y, int32_t threads) {
+    grouped_forward(z, w_gate, w_up, w_down, weights, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2, gate, up, y, true,
+                    threads);
+}
+
+extern "C" void gnomon_grouped_backward_mxfp8(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
+                                        const float* weights, const float* gate, const float* up, const int64_t* starts,
+                                        const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
+                                        int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
+                                        float* d_down, float* d_weights, int32_t threads) {
+    grouped_backward(z, grad, w_gate, w_up, w_down, weights, gate, up, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2,
+                     d_z, d_gate, d_up, d_down, d_weights, true, threads);
 }

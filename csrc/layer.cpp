@@ -170,7 +170,7 @@ void feed_forward(Sublayer& s, const FeedForward& w, Arena scratch) {
         const Choice choice = {w.routed.count, k, m.groups, m.kept_groups, m.renormalise != 0, m.routed_scale};
         route(s.pool, choice, work.logits, rows, w.bias, work.ids, work.weights);
         const float* z = w.to_latent.out ? work.latent : s.x;
-        experts(s.pool, w.routed, z, work.ids, work.weights, rows, k, work.mixed);
+        experts(s.pool, w.routed, z, work.ids, work.weights, rows, k, work.mixed, m.mxfp8 != 0);
         if (w.norm) normalise(s.pool, work.mixed, w.norm, rows, w.to_latent.out, w.to_latent.out, m.eps);
         if (w.from_latent.out) s.add(w.from_latent, work.mixed);
         else s.add_rows_of(work.mixed);

@@ -62,6 +62,7 @@ struct Model {
     LatentShape mla;
     int64_t experts_per_token, groups, kept_groups, renormalise;
     float routed_scale, lower_bound, latent_eps;
+    int32_t mxfp8; /* whether the inputs of routed experts are rounded to MXFP8 */
 };
 
 /* Pools of states. matrices [slots, kda_layers, H, K, K]; conv [slots, kda_layers, taps - 1, 3 H K]; latents

@@ -19,6 +19,9 @@ from gnomon.errors import KernelError
 ABI = 3  # GNOMON_ABI in csrc/gnomon.h
 LIBRARY = "GNOMON_LIBRARY"  # in the environment: a library to load instead of the package's, for instance an instrumented one
 
+LATER = ("gnomon_grouped_forward_mxfp8", "gnomon_grouped_backward_mxfp8")
+"""Functions that a library of this interface may lack when it was built before them; without them experts do not run on MXFP8 inputs."""
+
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES = {
     "gnomon_kda_forward": [*[_P] * 5, _I32, *[_P] * 2, *[_I64] * 5, *[_P] * 4, _I32],
@@ -46,6 +49,8 @@ _SIGNATURES = {
     "gnomon_group": [_P, _I64, _I64, *[_P] * 4],
     "gnomon_grouped_forward": [*[_P] * 8, *[_I64] * 5, _F32, _F32, *[_P] * 3, _I32],
     "gnomon_grouped_backward": [*[_P] * 11, *[_I64] * 5, _F32, _F32, *[_P] * 5, _I32],
+    "gnomon_grouped_forward_mxfp8": [*[_P] * 8, *[_I64] * 5, _F32, _F32, *[_P] * 3, _I32],
+    "gnomon_grouped_backward_mxfp8": [*[_P] * 11, *[_I64] * 5, _F32, _F32, *[_P] * 5, _I32],
     "gnomon_depth_backward": [*[_P] * 5, *[_I64] * 3, _P, _P, _I32],
     "gnomon_mxfp_encode": [_P, _I64, _I32, _I32, _P, _P, _I32],
     "gnomon_mxfp_decode": [_P, _P, _I64, _I32, _P, _I32],
@@ -92,6 +97,11 @@ def refuse(**tensors: Tensor | None) -> str | None:
     return unavailable()
 
 
+def lacks(function: str) -> str | None:
+    """Why a function of the library cannot be used, or `None` if it can."""
+    return unavailable() or (None if hasattr(library(), function) else f"the library was built before {function} existed: reinstall gnomon")
+
+
 def instruction_set() -> str:
     """What the kernels of the loaded library use on this machine, for instance `x86-64-v4 with AVX512-BF16`."""
     return library().gnomon_instruction_set().decode()
@@ -119,6 +129,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         if built != ABI:
             return None, f"{found[0]} was built from other sources (interface {built}, this package needs {ABI}): reinstall gnomon"
         for function, arguments in _SIGNATURES.items():
+            if function in LATER and not hasattr(loaded, function):
+                continue
             getattr(loaded, function).argtypes = arguments
             getattr(loaded, function).restype = None
     except (OSError, AttributeError) as error:

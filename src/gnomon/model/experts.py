@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gnomon.kernels import experts as operator
+from gnomon.kernels.mxfp import fake_mxfp4
+from gnomon.kernels.operator import Operator
 from gnomon.model.layers import GatedMLP, Linear, RMSNorm
 from gnomon.model.parts import MoEConfig
 from gnomon.model.router import Router
@@ -32,13 +34,20 @@ class RoutedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(config.num_experts, inner, width))
         self.w3 = nn.Parameter(torch.empty(config.num_experts, inner, width))
         self.w2 = nn.Parameter(torch.empty(config.num_experts, width, inner))
-        self.caps = caps
+        self.caps, self.config = caps, config
         self.dispatch: Callable[[RoutedExperts, Tensor, Tensor, Tensor], Tensor] = local_dispatch
         self.lookup: Callable[[], tuple[Tensor, Tensor, Tensor]] = self.own_weights
 
     def own_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The parameters themselves."""
+        """The parameters themselves, or what MXFP4 makes of them; gradients then go straight through to the parameters."""
+        if self.config.expert_weights == "mxfp4":
+            return tuple(fake_mxfp4(w, self.config.expert_scales) for w in (self.w1, self.w3, self.w2))  # type: ignore[return-value]
         return self.w1, self.w3, self.w2
+
+    @property
+    def operator(self) -> Operator:
+        """The product of tokens with experts: on inputs as they are, or rounded to MXFP8."""
+        return operator.experts_mxfp8 if self.config.expert_inputs == "mxfp8" else operator.experts
 
     def forward(self, z: Float[Tensor, "N L"], ids: Tensor, weights: Tensor) -> Float[Tensor, "N L"]:
         """Weighted sum of the chosen experts' outputs for each token; autocast's type applies, as it does to the other products."""
@@ -49,7 +58,7 @@ class RoutedExperts(nn.Module):
     def run(self, z: Float[Tensor, "N L"], ids: Tensor, weights: Tensor) -> Float[Tensor, "N L"]:
         """The grouped products over tokens that are here."""
         w1, w3, w2 = (w.to(z.dtype) for w in self.lookup())
-        return operator.experts(z, w1, w3, w2, ids, weights, *self.caps)
+        return self.operator(z, w1, w3, w2, ids, weights, *self.caps)
 
 
 def local_dispatch(experts: RoutedExperts, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 from gnomon import config as tables
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model.config import ModelConfig
-from gnomon.model.parts import KDAConfig, MLAConfig, MoEConfig, VisionConfig
+from gnomon.model.parts import MX_BLOCK, KDAConfig, MLAConfig, MoEConfig, VisionConfig
 
 CONTEXT = 1048576
 """Positions the releases announce; nothing in the model depends on it."""
@@ -27,7 +27,7 @@ _DIRECT = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"
 _SITU = ("activation_situ_beta", "activation_situ_linear_beta")
 _MLA = tuple(f.name for f in dataclasses.fields(MLAConfig))
 _KDA = tuple(f.name for f in dataclasses.fields(KDAConfig))
-_MOE = tuple(f.name for f in dataclasses.fields(MoEConfig))
+_MOE = tuple(f.name for f in dataclasses.fields(MoEConfig) if not f.name.startswith("expert_"))  # how they are stored stands elsewhere
 _VISION = ("patch_size", "vt_hidden_size", "vt_intermediate_size", "vt_num_hidden_layers", "vt_num_attention_heads", "qkv_hidden_size")
 
 # What a field must be where it is given, and what it would mean otherwise.
@@ -55,7 +55,11 @@ _VISION_CONSTANTS = {
     "merge_type": "sd2_tpool", "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
 }
 
-_QUANTISATION = {
+MX_BITS = 8
+_MXFP8 = {"num_bits": MX_BITS, "type": "float", "strategy": "group", "group_size": MX_BLOCK, "symmetric": True, "dynamic": True,
+          "scale_dtype": "torch.uint8"}
+
+_QUANTISATION: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
     "config_groups": {"group_0": {
         "targets": ["Linear"],
@@ -143,7 +147,12 @@ def _moe(text: dict[str, Any]) -> dict[str, Any] | None:
     if not text.get("num_experts"):
         return None
     latent = text.get("routed_expert_hidden_size") is not None
-    return {name: _field(text, name) for name in _MOE if latent or name != "latent_moe_use_norm"}
+    fields = {name: _field(text, name) for name in _MOE if latent or name != "latent_moe_use_norm"}
+    groups = (text.get("quantization_config") or {}).get("config_groups") or {}
+    rounded = [group["input_activations"] for group in groups.values() if group.get("input_activations") is not None]
+    if any(each.get("num_bits") != MX_BITS or each.get("group_size") != MX_BLOCK for each in rounded):
+        raise CheckpointError(f"config.json: 'input_activations' is {rounded[0]!r}: gnomon rounds inputs of experts to MXFP8 or not at all")
+    return fields | ({"expert_inputs": "mxfp8"} if rounded else {})
 
 
 def _depth(text: dict[str, Any]) -> dict[str, Any]:
@@ -176,13 +185,21 @@ def to_released(config: ModelConfig, dtype: str = "bfloat16", quantized: bool = 
     if config.family == "kimi_linear":
         return text
     if quantized:
-        text["quantization_config"] = _QUANTISATION
+        text["quantization_config"] = _quantisation(config)
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     table = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": dtype, **ids, "ignore_index": -100,
              "tie_word_embeddings": config.tie_word_embeddings, "text_config": text}
     if config.vision is not None:
         table["vision_config"] = _vision_config(config, config.vision)
     return table
+
+
+def _quantisation(config: ModelConfig) -> dict[str, Any]:
+    """How routed experts are stored, and what becomes of their inputs."""
+    if config.moe is None or config.moe.expert_inputs == "full":
+        return _QUANTISATION
+    group = _QUANTISATION["config_groups"]["group_0"] | {"input_activations": _MXFP8}
+    return _QUANTISATION | {"config_groups": {"group_0": group}}
 
 
 def carried(table: dict[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Model(ctypes.Structure):
         ("head", MatrixView), ("embedding_format", _I32), ("eps", _F32), ("beta1", _F32), ("beta2", _F32),
         *((name, _I64) for name in ("kda_layers", "kda_heads", "kda_width", "taps", "mla_layers")), ("mla", LatentShape),
         *((name, _I64) for name in ("experts_per_token", "groups", "kept_groups", "renormalise")),
-        ("routed_scale", _F32), ("lower_bound", _F32), ("latent_eps", _F32),
+        ("routed_scale", _F32), ("lower_bound", _F32), ("latent_eps", _F32), ("mxfp8", _I32),
     )
 
 

@@ -152,6 +152,7 @@ class Packer:
         if c.moe is not None:
             m.experts_per_token, m.groups, m.kept_groups = c.moe.num_experts_per_token, c.moe.num_expert_group, c.moe.topk_group
             m.renormalise, m.routed_scale = c.moe.moe_renormalize, c.moe.routed_scaling_factor
+            m.mxfp8 = c.moe.expert_inputs == "mxfp8"
         for index in range(c.num_hidden_layers):
             self._layer(layers[index], index, m)
         m.output_query = self._query("model.output_attn_res")
@@ -248,8 +249,13 @@ class Packer:
         return torch.bfloat16 if self._format(weight) == BF16 else torch.float32
 
     def _expert(self, weight: Tensor | Packed) -> MatrixView:
-        if isinstance(weight, Tensor) and self.weights == "mxfp4":
-            weight = checkpoints.encode(weight)
+        moe = self.config.moe
+        assert moe is not None
+        trained = moe.expert_weights == "mxfp4"
+        if isinstance(weight, Tensor) and (self.weights == "mxfp4" or (trained and moe.expert_inputs == "mxfp8")):
+            weight = checkpoints.encode(weight, moe.expert_scales)  # MXFP8 inputs are exact in bf16, so packed products are the trainer's
+        elif isinstance(weight, Tensor) and trained:
+            weight = mxfp.fake_mxfp4(weight.detach(), moe.expert_scales)
         if isinstance(weight, Tensor):
             return self._matrix(weight)
         if self.weights == "fp32":

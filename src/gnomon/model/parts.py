@@ -8,6 +8,7 @@ Read next: `config.py`, which puts the parts together.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from gnomon.config import setting
 from gnomon.errors import ConfigError
@@ -189,6 +190,9 @@ class MoEConfig:
     moe_layer_freq: int = setting(1, "a layer has experts when its index is a multiple of this")
     num_expert_group: int = setting(1, "groups of experts; with more than one, the best `topk_group` groups compete")
     topk_group: int = setting(1, "groups that a token may use")
+    expert_weights: Literal["full", "mxfp4"] = setting("full", "mxfp4: routed experts act as MXFP4 stores them, in training too (QAT)")
+    expert_inputs: Literal["full", "mxfp8"] = setting("full", "mxfp8: what routed experts multiply is rounded to MXFP8 first")
+    expert_scales: Literal["even", "ceil"] = setting("even", "how the power of two that 32 weights share is chosen")
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size",

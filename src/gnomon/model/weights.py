@@ -313,11 +313,12 @@ def _planned(model: Transformer, quantize: bool, dtype: torch.dtype | None) -> I
     tensors = model.state_dict()
     if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise CheckpointError(f"{len(meta)} tensors have shapes but no values (first: {meta[0]}); load or initialise before saving")
-    k3 = model.config.family == "kimi_k3"
+    k3, moe = model.config.family == "kimi_k3", model.config.moe
+    rule = "even" if moe is None else moe.expert_scales
     for slot in slots(model):
         tensor = tensors[slot.target] if slot.expert is None else tensors[slot.target][slot.expert]
         if slot.expert is not None and quantize:
-            yield from _packed(slot.name, tensor)
+            yield from _packed(slot.name, tensor, rule)
             continue
         kept = slot.name.endswith(ALWAYS_FP32) or (k3 and dtype is not None and slot.name.endswith(K3_FP32))
         own = torch.float32 if kept else dtype or tensor.dtype
@@ -333,13 +334,13 @@ def _plain(name: str, tensor: Tensor, dtype: torch.dtype) -> Planned:
     return Planned(name=name, dtype=dtype, shape=tuple(tensor.shape), pieces=lambda: tensorfile.pieces(tensor, dtype))
 
 
-def _packed(name: str, tensor: Tensor) -> Iterator[Planned]:
+def _packed(name: str, tensor: Tensor, rule: str) -> Iterator[Planned]:
     """The two tensors of one packed weight; it is encoded when the first is written and kept until the second is."""
     rows, columns = tensor.shape
     encoded: list[tuple[Tensor, Tensor]] = []
 
     def packed() -> Iterator[Tensor]:
-        encoded.append(encode(tensor))
+        encoded.append(encode(tensor, rule))
         yield encoded[0][0]
 
     def scale() -> Iterator[Tensor]:
@@ -349,13 +350,13 @@ def _packed(name: str, tensor: Tensor) -> Iterator[Planned]:
     yield Planned(name=f"{name}_scale", dtype=torch.uint8, shape=(rows, columns // MX_BLOCK), pieces=scale)
 
 
-def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+def encode(weight: Tensor, rule: str = "even") -> tuple[Tensor, Tensor]:
     """MXFP4 codes and scales of a matrix, such that what was read is written again byte for byte.
 
     The encoder gives an exact -0 the code of +0, as compressed-tensors does; a decoded -0 has code 8, which is put back here.
     """
     weight = weight.detach().cpu()
-    packed, scale = mxfp.encode_mxfp4(weight)
+    packed, scale = mxfp.encode_mxfp4(weight, rule)
     negative_zero = ((weight == 0) & weight.signbit()).to(torch.uint8)
     return (packed | negative_zero[:, 0::2] << 3 | negative_zero[:, 1::2] << 7).contiguous(), scale.contiguous()
 

@@ -19,7 +19,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gnomon.errors import ConfigError
-from gnomon.kernels import experts as operator
 from gnomon.model.experts import RoutedExperts
 from gnomon.parallel.exchange import Exchange
 from gnomon.parallel.expert_plan import ExpertPlan, plan_experts
@@ -59,7 +58,7 @@ class Dispatch:
         arrived = self._exchange(z[tokens], routes.sends, routes.receives, "tokens")
         stacks = self._stacks(experts, plan, z.dtype)
         one = torch.ones(len(routes.expert), 1, dtype=weights.dtype, device=z.device)  # the router's weights wait at home
-        outputs = operator.experts(arrived[routes.place], *stacks, routes.expert[:, None], one, *experts.caps)
+        outputs = experts.operator(arrived[routes.place], *stacks, routes.expert[:, None], one, *experts.caps)
         returned = self._exchange(outputs[routes.origin], routes.receives, routes.sends, "tokens")
         by_choice = returned[routes.position].unflatten(0, ids.shape)  # [N, k, L]
         dtype = torch.promote_types(z.dtype, torch.float32)

@@ -8,3 +8,4 @@ Read next: `gnomon/model/experts.py` and `gnomon/model/router.py`.
 from gnomon.kernels.operator import Operator
 
 experts = Operator("experts", "experts", cpu=("grouped", "cpu"), cuda=("grouped_mm",), any=("fused",))
+experts_mxfp8 = Operator("experts", "experts_mxfp8", cpu=("grouped",))

@@ -13,6 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from gnomon.errors import KernelError
 from gnomon.kernels import native
+from gnomon.kernels.mxfp import fake_mxfp8
+from gnomon.kernels.mxfp.reference import BLOCK
 from gnomon.kernels.situ.cpu import UNCAPPED
 
 
@@ -36,13 +38,37 @@ def experts(
     beta2: float | None,
 ) -> Float[Tensor, "N L"]:
     """As the reference."""
-    return _Grouped.apply(z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
+    return _Grouped.apply("", z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
+
+
+def refuse_experts_mxfp8(
+    z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor, beta1: float | None, beta2: float | None
+) -> str | None:
+    """What `experts` needs, a library that has the function, and widths of whole blocks."""
+    if w_gate.shape[-1] % BLOCK or w_gate.shape[-2] % BLOCK:
+        return f"experts are {tuple(w_gate.shape[1:])}; MXFP8 needs widths that are multiples of {BLOCK}"
+    plain = refuse_experts(z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
+    return plain or native.lacks("gnomon_grouped_forward_mxfp8")
+
+
+def experts_mxfp8(
+    z: Float[Tensor, "N L"],
+    w_gate: Float[Tensor, "E I L"],
+    w_up: Float[Tensor, "E I L"],
+    w_down: Float[Tensor, "E L I"],
+    ids: Int[Tensor, "N k"],
+    weights: Float[Tensor, "N k"],
+    beta1: float | None,
+    beta2: float | None,
+) -> Float[Tensor, "N L"]:
+    """As the reference: z is rounded once before it is gathered, the intermediate in cache."""
+    return _Grouped.apply("_mxfp8", fake_mxfp8(z), w_gate, w_up, w_down, ids, weights, beta1, beta2)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor,
+        ctx: Any, form: str, z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor,
         beta1: float | None, beta2: float | None,
     ) -> Tensor:  # fmt: skip
         count, inner, latent = w_gate.shape
@@ -54,9 +80,11 @@ class _Grouped(torch.autograd.Function):
         grouping = _group(ids.contiguous(), count)
         gate, up = (z.new_empty(ids.numel(), inner) for _ in range(2))
         y = torch.empty_like(z)
+        ctx.form = form
         ctx.sizes = (*ids.shape, count, latent, inner, beta1 or UNCAPPED, beta2 or UNCAPPED)
         inputs = [t.data_ptr() for t in (z, w_gate, w_up, w_down, weights, *grouping)]
-        native.library().gnomon_grouped_forward(*inputs, *ctx.sizes, *(t.data_ptr() for t in (gate, up, y)), native.threads())
+        run = getattr(native.library(), f"gnomon_grouped_forward{form}")
+        run(*inputs, *ctx.sizes, *(t.data_ptr() for t in (gate, up, y)), native.threads())
         ctx.save_for_backward(z, w_gate, w_up, w_down, weights, gate, up, *grouping)
         return y
 
@@ -68,8 +96,9 @@ class _Grouped(torch.autograd.Function):
         w_gate, w_up, w_down, weights = rest[:4]
         made = [torch.empty_like(t) for t in (z, w_gate, w_up, w_down, weights)]
         inputs = [t.data_ptr() for t in (z, grad, *rest)]
-        native.library().gnomon_grouped_backward(*inputs, *ctx.sizes, *(t.data_ptr() for t in made), native.threads())
-        return *made[:4], None, made[4], None, None
+        run = getattr(native.library(), f"gnomon_grouped_backward{ctx.form}")
+        run(*inputs, *ctx.sizes, *(t.data_ptr() for t in made), native.threads())
+        return None, *made[:4], None, made[4], None, None
 
 
 def _group(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

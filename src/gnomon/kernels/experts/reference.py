@@ -5,6 +5,7 @@ their tokens in the order of `ids`, so the sum over a token's experts does not d
 Read next: `gnomon/kernels/situ/reference.py` for the activation.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gnomon.errors import KernelError
+from gnomon.kernels.mxfp.reference import fake_mxfp8
 from gnomon.kernels.situ.reference import situ_glu
 
 
@@ -52,10 +54,33 @@ def experts(
     Gradients flow to z, the three stacks and the weights; `ids` are fixed.
     Raises `KernelError` for an id that names no expert.
     """
+    return _experts(z, w_gate, w_up, w_down, ids, weights, lambda gate, up: situ_glu(gate, up, beta1, beta2))
+
+
+def experts_mxfp8(
+    z: Float[Tensor, "N L"],
+    w_gate: Float[Tensor, "E I L"],
+    w_up: Float[Tensor, "E I L"],
+    w_down: Float[Tensor, "E L I"],
+    ids: Int[Tensor, "N k"],
+    weights: Float[Tensor, "N k"],
+    beta1: float | None,
+    beta2: float | None,
+) -> Float[Tensor, "N L"]:
+    """The same where every product of an expert reads MXFP8 (report §4.1.4): z and the intermediate are rounded, rule `even`.
+
+    Gradients go straight through both roundings. Raises `KernelError` for widths that are no multiple of 32.
+    """
+    return _experts(fake_mxfp8(z), w_gate, w_up, w_down, ids, weights, lambda gate, up: fake_mxfp8(situ_glu(gate, up, beta1, beta2)))
+
+
+def _experts(
+    z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor, activate: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     grouping = group(ids, w_gate.shape[0])
     outputs = []
     for expert, x in enumerate(z[grouping.rows].split(grouping.counts)):
-        hidden = situ_glu(x @ w_gate[expert].T, x @ w_up[expert].T, beta1, beta2)
+        hidden = activate(x @ w_gate[expert].T, x @ w_up[expert].T)
         outputs.append(hidden @ w_down[expert].T)
     by_slot = torch.cat(outputs)[grouping.position].unflatten(0, ids.shape)  # [N, k, L]
     dtype = torch.promote_types(z.dtype, torch.float32)

@@ -14,4 +14,9 @@ def samples(device: str) -> dict[str, tuple[Any, ...]]:
     w_down = torch.randn(experts, latent, hidden, generator=draw) * hidden**-0.5
     ids = torch.rand(tokens, experts - 1, generator=draw).topk(chosen, dim=-1).indices
     weights = torch.rand(tokens, chosen, generator=draw)
-    return {"experts": (*(t.to(device) for t in (z, w_gate, w_up, w_down, ids, weights)), 4.0, 25.0)}
+    plain = (*(t.to(device) for t in (z, w_gate, w_up, w_down, ids, weights)), 4.0, 25.0)
+    latent, hidden = 64, 32  # whole blocks of 32
+    z = torch.randn(tokens, latent, generator=draw)
+    w_gate, w_up = (torch.randn(experts, hidden, latent, generator=draw) * latent**-0.5 for _ in range(2))
+    w_down = torch.randn(experts, latent, hidden, generator=draw) * hidden**-0.5
+    return {"experts": plain, "experts_mxfp8": (*(t.to(device) for t in (z, w_gate, w_up, w_down, ids, weights)), 4.0, 25.0)}
