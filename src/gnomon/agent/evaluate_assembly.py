@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gnomon.agent import policy, task_source, verifier
+from gnomon.agent import policy, program, task_source, verifier
 from gnomon.agent.evaluate import Entrants, Evaluation, Watch, slug
 from gnomon.agent.evaluate_recipe import BudgetSettings, EvalRecipe, PolicySettings
 from gnomon.agent.evaluate_results import Results
@@ -87,6 +87,8 @@ def _label(name: str) -> str:
 
 
 def _rests_on(name: str) -> Any:
+    if program.known(name):
+        return to_dict(program.program(name))
     return name if ":" in name and not name.endswith(".toml") else to_dict(harness.spec(name))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from gnomon.agent import machine, trajectory_file
-from gnomon.agent.harness.harness import Harness
+from gnomon.agent.harness.harness import Fits, Harness
 from gnomon.agent.policy import Policy
 from gnomon.agent.record import BudgetSpent, Recorder
 from gnomon.agent.task import Task
@@ -162,6 +162,8 @@ class _Attempt:
             raise ConfigError(f"task {task.id} needs a machine ({task.image}) and there is no backend to make one")
         alive = limits.machine + (task.budget.seconds or limits.agent) + limits.judge + 4 * limits.grace + 60.0
         wanted = machine.spec(task, "agent", network=task.network, ttl_seconds=alive)
+        if isinstance(self.rollout.harness, Fits):
+            wanted = await self.rollout.harness.fitted(wanted)
         ends, pause = time.monotonic() + limits.machine, 0.1
         while True:
             left = max(ends - time.monotonic(), 0.0)

@@ -1,23 +1,24 @@
 """What a harness is: everything between a task and a policy, swappable, so that a policy does not learn one set of tools by heart (§4.2.1).
 
-`opened("kimi-code")` is a preset, `opened("mine.toml")` a file of yours, `opened("your_pkg.module:Class")` a class. Read next: `spec.py`,
-`composed.py`, `loop.py`.
+`opened("kimi-code")` is a preset, `opened("mine.toml")` a file of yours, `opened("your_pkg.module:Class")` a class, and
+`opened("programs/codex")` the program itself, unchanged. Read next: `spec.py`, `composed.py`, `loop.py`; `gnomon.agent.program`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from gnomon import config, extend
+from gnomon.agent import program
 from gnomon.agent.harness.composed import Composed
 from gnomon.agent.harness.desk import Model
 from gnomon.agent.harness.spec import HarnessSpec
 from gnomon.agent.task import Task
 from gnomon.agent.trajectory import StopReason
 from gnomon.errors import ConfigError
-from gnomon.sandbox.sandbox import Sandbox
+from gnomon.sandbox.sandbox import Sandbox, Spec
 
 PRESETS = Path(__file__).parent / "presets"
 """The folder of harnesses that have a name, one TOML file each."""
@@ -33,6 +34,15 @@ class Harness(Protocol):
 
         A spent budget, a policy that cannot be reached and a machine that is lost are raised; what a policy does wrong is not.
         """
+        ...
+
+
+@runtime_checkable
+class Fits(Protocol):
+    """A harness that needs something of a machine, such as a program in it."""
+
+    async def fitted(self, spec: Spec) -> Spec:
+        """The machine that it needs where a task needs that one. Raises `ConfigError` where it cannot be made."""
         ...
 
 
@@ -58,11 +68,15 @@ def spec(name: str | Path, overrides: Sequence[str] = ()) -> HarnessSpec:
 
 
 def opened(name: str | Path, overrides: Sequence[str] = ()) -> Harness:
-    """The harness of a preset, a file, or a class `your_pkg.module:Class`, which is made without arguments.
+    """The harness of a preset, a program, a file of either, or a class `your_pkg.module:Class`, which is made without arguments.
 
     Raises `ConfigError` for one that does not exist, or whose parts do not fit together.
     """
     text = str(name)
+    if program.known(text):
+        if overrides:
+            raise ConfigError(f"harness '{text}': a program takes no overrides; write a file of your own")
+        return cast(Harness, program.ProgramHarness(program.program(text)))
     if ":" in text and not text.endswith(".toml"):
         if overrides:
             raise ConfigError(f"harness '{text}': a class takes no overrides")
