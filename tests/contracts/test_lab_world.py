@@ -21,12 +21,13 @@ from gnomon.posttrain.problem import Problem
 class Arithmetic(Bench):
     """Runs programs without a sandbox: the oracle of the one that has it."""
 
-    def run(self, program: Any) -> list[int]:
-        found = []
-        for value in range(10):
-            for operator, number in program:
-                value = calculated(value, operator, number)
-            found.append(value)
+    def run(self, *programs: Any) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in programs]
+        for program, results in zip(programs, found, strict=True):
+            for value in range(10):
+                for operator, number in program:
+                    value = calculated(value, operator, number)
+                results.append(value)
         return found
 
 

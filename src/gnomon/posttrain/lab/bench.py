@@ -21,6 +21,8 @@ from gnomon.sandbox.sandbox import Backend, Command, Sandbox, Spec
 Program = tuple[tuple[str, int], ...]
 """Statements of a program, each an operator and a number that it puts to the value."""
 
+Asked = tuple[tuple[Program, ...], "Future[list[list[int]]]"]
+
 RUNNER = """\
 import json, sys
 STATEMENTS = {"+": "value = (value + {}) % 10", "-": "value = (value - {}) % 10", "*": "value = (value * {}) % 10"}
@@ -36,7 +38,7 @@ print(json.dumps(results))
 
 SECONDS = 60.0
 MOST = 256
-"""How many programs go in one call."""
+"""How many who ask are answered by one call."""
 
 
 class Bench:
@@ -44,22 +46,22 @@ class Bench:
 
     def __init__(self, backend: str = "auto") -> None:
         self.backend = backend
-        self._waiting: queue.Queue[tuple[Program, Future[list[int]]] | None] = queue.Queue()
+        self._waiting: queue.Queue[Asked | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def run(self, program: Program) -> list[int]:
-        """What a program gives for 0 to 9. Raises `VerifierError` where the sandbox fails, which says nothing about the program."""
-        result: Future[list[int]] = Future()
+    def run(self, *programs: Program) -> list[list[int]]:
+        """What each program gives for 0 to 9. Raises `VerifierError` where the sandbox fails, which says nothing about the programs."""
+        result: Future[list[list[int]]] = Future()
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), name="gnomon-bench", daemon=True)
                 self._thread.start()
-            self._waiting.put((program, result))
+            self._waiting.put((programs, result))
         try:
             return result.result(timeout=3 * SECONDS)
         except TimeoutError:
-            raise VerifierError(f"a program of the lab had no result after {3 * SECONDS:.0f} s") from None
+            raise VerifierError(f"programs of the lab had no result after {3 * SECONDS:.0f} s") from None
 
     def close(self) -> None:
         """End the sandbox; twice is no error."""
@@ -87,8 +89,9 @@ class Bench:
                         backend = await open_backend(self.backend)
                     if box is None:
                         box = await backend.create(Spec(ttl_seconds=None, metadata={"purpose": "bench of the lab"}))
-                    for (_, future), values in zip(batch, await _ran(box, [program for program, _ in batch]), strict=True):
-                        future.set_result(values)
+                    values = iter(await _ran(box, [program for programs, _ in batch for program in programs]))
+                    for programs, future in batch:
+                        future.set_result([next(values) for _ in programs])
                 except (GnomonError, OSError, ValueError) as error:  # those who wait hear it; the next batch gets a new sandbox
                     for _, future in batch:
                         if not future.done():
@@ -98,7 +101,7 @@ class Bench:
             if backend is not None:
                 await backend.close()
 
-    def _batch(self) -> list[tuple[Program, Future[list[int]]]]:
+    def _batch(self) -> list[Asked]:
         """All that wait, at least one; nothing when it is over."""
         first = self._waiting.get()
         batch = [] if first is None else [first]

@@ -100,7 +100,7 @@ class Domain:
             program = repaired(puzzle.hidden["written"], words(sampled[thinking(sampled):]))
             if program is None:
                 return Score(reward=0.0, evidence=("the answer names no line and operator",))
-            found, expected = bench.run(program), bench.run(right)
+            found, expected = bench.run(program, right)
             return Score(reward=float(found == expected), evidence=(f"gives {found}, right is {expected}",))
 
         return Problem(id=name, prompt=puzzle.prompt(effort), domain=self.name, effort=effort, kind=puzzle.kind, grade=grade,

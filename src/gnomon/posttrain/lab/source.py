@@ -8,12 +8,15 @@ from typing import Literal
 from gnomon.posttrain.lab import agents, coding, general
 from gnomon.posttrain.lab.bench import Bench
 from gnomon.posttrain.lab.domain import Domain, Effort, Line
-from gnomon.posttrain.lab.words import DOMAINS, EFFORTS
+from gnomon.posttrain.lab.words import EFFORTS
 from gnomon.posttrain.problem import Problem
 
 DOMAIN: dict[str, Domain] = {"general": general.Domain(), "agents": agents.Domain(), "coding": coding.Domain()}
-CELLS: tuple[tuple[str, Effort], ...] = tuple((domain, effort) for domain in DOMAINS for effort in EFFORTS)  # type: ignore[misc]
+CELLS: tuple[tuple[str, Effort], ...] = tuple((domain, effort) for domain in DOMAIN for effort in EFFORTS)  # type: ignore[misc]
 """All nine (domain, effort), in the order of reports."""
+
+SHARES = {"general": 0.5, "agents": 0.15, "coding": 0.35}
+"""How often the cold start sees each domain: arithmetic takes longest to learn, and two of them stand on it."""
 
 
 class Source:
@@ -34,7 +37,8 @@ class Source:
 def demonstration(index: int, *, seed: int, dense: float) -> Line:
     """Text `index` of the cold start: with chance `dense` a line of small facts, else a demonstration at an effort from chance."""
     rng = random.Random(f"demonstration/{seed}/{index}")
-    domain = DOMAIN[DOMAINS[index % len(DOMAINS)]]
+    (name,) = rng.choices(list(SHARES), list(SHARES.values()))
+    domain = DOMAIN[name]
     if rng.random() < dense:
         return domain.dense(rng)
     return domain.demonstrated(domain.puzzle(rng), rng.choice(EFFORTS), rng)  # type: ignore[arg-type]
