@@ -195,7 +195,8 @@ class Source:
         for kind in kinds:
             if len(story.people) >= 4:
                 kind(story)
-        start = {"now": 8 * 60, "until": (self.days - 1) * DAY + 18 * 60, "files": story.files,
+        until = (self.days - 1) * DAY + 18 * 60
+        start = {"now": 8 * 60, "until": until, "files": story.files,
                  "coming": sorted(story.coming, key=lambda each: (each["at"], each["id"]))}
         database = sqlite3.connect(":memory:")
         Office.made(database, start)
@@ -204,15 +205,16 @@ class Source:
         database.close()
         return Task(
             id=f"office/{self.seed}-{number}", domain="agents", image=self.image, workdir=PLACE, files=files,
-            prompt=PROMPT.format(days=self.days, place=PLACE, end=clock(start["until"])), budget=Budget(turns=200, seconds=1800.0),
+            prompt=PROMPT.format(days=self.days, place=PLACE, end=clock(until)), budget=Budget(turns=200, seconds=1800.0),
             check=Check(kind="office", settings={"database": f"{PLACE}/office.db", "start": start, "rules": story.rules}),
             solution=Solution(script=script(story)), metadata={"source": "office", "days": self.days, "rules": len(story.rules)})
 
 
 def script(story: Story) -> str:
     """What the good assistant types."""
-    lines, booked, now = ["set -e"], {}, 8 * 60
-    for at, verb, given in sorted(story.deeds, key=lambda deed: deed[0]):
+    lines, now = ["set -e"], 8 * 60
+    booked: dict[str, str] = {}
+    for at, verb, given in sorted(story.deeds, key=lambda deed: int(deed[0])):
         if at > now:
             lines.append(f"python3 {PLACE}/office.py wait until={clock(at)} >/dev/null")
         now = max(now, at) + 1

@@ -56,7 +56,7 @@ class Verifier:
         journal = await asyncio.to_thread(asked, data, log, sql)
         if isinstance(journal, str):
             return Score(reward=0.0, evidence=(f"the journal cannot be read: {journal}",))
-        office = replayed(self.start, journal)  # type: ignore[arg-type]
+        office = replayed(self.start, journal)
         with contextlib.closing(office.database):
             wrong = [why for rule in self.rules if (why := broken(office, rule))]
         share = 1 - len(wrong) / len(self.rules)
