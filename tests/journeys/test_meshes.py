@@ -17,19 +17,15 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-import torch.distributed as dist
 torch.set_num_threads(1)
-dist.init_process_group("gloo")  # one connection for all runs
 from gnomon.train.loop import train
 from gnomon.train.recipe import load
 for path in sys.argv[1:]:
     train(load(Path(path)), quiet=True)
-dist.barrier()
-dist.destroy_process_group()
 """
 
 FEW = {"batch_tokens": 512, "stages": [{"context": 64, "steps": 1}, {"context": 128, "steps": 1}], "micro_batch_tokens": 128,
-       "model": {"num_hidden_layers": 2, "attn_res_block_size": 1}, "evaluate": {"tokens": 128, "contexts": [64]},
+       "model": {"num_hidden_layers": 4, "attn_res_block_size": 1}, "evaluate": {"tokens": 128, "contexts": [64]},
        "checkpoint": {"every_steps": 1, "keep": 9}}
 
 
@@ -71,13 +67,17 @@ def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, rows: Any
 
 
 def test_pairs_of_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
-    meshes = {"experts and shared-out copies": [{"expert": 2, "data": 2, "zero": 1}], "experts and tokens": [{"expert": 2, "context": 2}],
-              "moved": [{"expert": 4}, {"context": 2, "zero": 1}]}
+    meshes = {"experts and shared-out copies": [{"expert": 2, "data": 2, "zero": 1}],
+              "experts and tokens": [{"expert": 2, "context": 2}],
+              "moved": [{"expert": 4}, {"context": 2, "zero": 1}],
+              "stages and tokens": [{"pipeline": 2, "virtual": 2, "context": 2, "zero": 1}]}
     check_meshes(meshes, recipe, rows, tmp_path, repository)
 
 
 @pytest.mark.slow
 def test_single_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
-    meshes = {"copies": [{}], "shared-out copies": [{"zero": 1}], "experts and copies": [{"expert": 2}],
+    meshes = {"copies": [{}], "stages": [{"pipeline": 4}], "stages and copies": [{"pipeline": 2, "virtual": 1}],
+              "stages and experts": [{"pipeline": 2, "expert": 2}], "shared-out copies": [{"zero": 1}],
+              "experts and copies": [{"expert": 2}],
               "experts": [{"expert": 4}], "tokens": [{"context": 4}]}
     check_meshes(meshes, recipe, rows, tmp_path, repository)

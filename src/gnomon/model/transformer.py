@@ -221,7 +221,8 @@ class Transformer(nn.Module):
 
     def mla_layers(self) -> dict[int, nn.Module]:
         """Attention mixers by layer number: the ones whose logits can grow."""
-        return {i: layer.self_attn for i, layer in enumerate(self.model.layers) if self.config.layers[i] == "mla"}
+        return {i: layer.self_attn for i, layer in enumerate(self.model.layers)
+                if self.config.layers[i] == "mla" and isinstance(layer, DecoderLayer)}
 
     @torch.no_grad()
     def depth_read_weights(self, tokens: Int[Tensor, "B T"]) -> list[tuple[str, Float[Tensor, "n"]]]:

@@ -1,8 +1,9 @@
 """How ranks are laid out over the axes of a mesh: integers only, so that recipes can be read without torch.
 
 The ranks of a run are the cells of a box with one side per axis. *Data* ranks hold copies and read rows of their own; *expert* ranks also
-read rows of their own, and share the experts of one copy; *context* ranks share the tokens of the same rows. The axis that talks most is
-counted fastest, so that it stays inside a machine: expert, then context, then data. Read next: `mesh.py`.
+read rows of their own, and share the experts of one copy; *context* ranks share the tokens of the same rows; *pipeline* ranks have some
+layers each, of the same tokens. The axis that talks most is counted fastest, so that it stays inside a machine: expert, context, data,
+pipeline. Read next: `mesh.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import product
 from gnomon.config import setting
 from gnomon.errors import ConfigError
 
-NAMES = ("data", "context", "expert")
+NAMES = ("pipeline", "data", "context", "expert")
 """The axes, slowest first."""
 
 ROWS = ("data", "expert")
@@ -34,13 +35,21 @@ class Axes:
     data: int | None = setting(None, "copies of the model, each with rows of its own; none: as many as the ranks allow")
     expert: int = setting(1, "ranks that share the experts of a copy; each reads rows of its own")
     context: int = setting(1, "ranks that share the tokens of the same rows")
+    pipeline: int = setting(1, "ranks that hold some of the layers each; a step then needs at least as many micro-batches as stages")
+    virtual: int = setting(1, "stages per pipeline rank: more of them leave shorter bubbles and send more")
     zero: int = setting(0, "1: each rank keeps the optimiser's state of its share of the parameters; 0: of all that it holds")
 
+    patience: float = setting(1800.0, "seconds that ranks wait for each other before they give up and name who is missing")
+
     def __post_init__(self) -> None:
-        for name in NAMES:
+        if self.patience <= 0:
+            raise ConfigError(f"'mesh.patience' is {self.patience}; it is a number of seconds above 0")
+        for name in (*NAMES, "virtual"):
             side = getattr(self, name)
             if side is not None and side < 1:
-                raise ConfigError(f"'mesh.{name}' is {side}; it is a number of ranks, at least 1")
+                raise ConfigError(f"'mesh.{name}' is {side}; it must be at least 1")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ConfigError(f"'mesh.virtual' is {self.virtual}, but there is no pipeline; set mesh.pipeline to 2 or more")
         if self.zero not in (0, 1):
             raise ConfigError(f"'mesh.zero' is {self.zero}; use 0 (each copy keeps all states) or 1 (states are shared out)")
 
@@ -55,6 +64,11 @@ class Axes:
         need = f"a multiple of {rest}" if self.data is None else str(rest * self.data)
         raise ConfigError(f"'mesh' asks for {asked or 'data 1'}, which {world} rank{'s' * (world > 1)} cannot form; start {need} "
                           "(torchrun --nproc-per-node), or change the mesh")
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline; 1 without one."""
+        return self.pipeline * self.virtual
 
     def size(self, names: Iterable[str]) -> int:
         """Ranks along these axes together; an open `data` counts as one."""

@@ -169,7 +169,9 @@ def spread(model: Transformer, group: dist.ProcessGroup | None = None) -> Contex
     """
     context = Context(group)
     for index, layer in enumerate(model.model.layers):
-        mixer = layer.self_attn
+        mixer = getattr(layer, "self_attn", None)
+        if mixer is None:  # a pipeline has it elsewhere
+            continue
         if isinstance(mixer, kda_layer.Mixer):
             mixer.exchange = Stretches(context, mixer.config.short_conv_kernel_size)
         elif isinstance(mixer, mla_layer.Mixer):

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from gnomon.errors import ConfigError
 from gnomon.parallel.axes import COPIES, NAMES, ROWS, TOKENS, Axes
+from gnomon.parallel.roll import Roll
 
 GROUPS = (*((name,) for name in NAMES), ROWS, COPIES, TOKENS)
 """The sets of axes that have a group of their own."""
@@ -33,6 +36,7 @@ class Mesh:
     device: torch.device = torch.device("cpu")
     axes: Axes = Axes(data=1)
     groups: Mapping[frozenset[str], dist.ProcessGroup] = field(default_factory=dict)
+    roll: Roll | None = None
 
     @property
     def is_main(self) -> bool:
@@ -96,11 +100,15 @@ def join(device: str | None = None, axes: Axes | None = None) -> Iterator[Mesh]:
     if world == 1:
         yield Mesh(device=place, axes=axes)
         return
-    foreign = dist.is_initialized()
+    foreign, patience = dist.is_initialized(), timedelta(seconds=axes.patience)
+    roll = None
     if not foreign:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", rank=rank, world_size=world)
+        store = _store(patience)
+        roll = Roll(dist.PrefixStore("roll", store), rank, world)
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=dist.PrefixStore("ranks", store), rank=rank,
+                                world_size=world, timeout=patience)
     try:
-        yield Mesh(rank=rank, world=world, device=place, axes=axes, groups=_groups(axes, world))
+        yield Mesh(rank=rank, world=world, device=place, axes=axes, groups=_groups(axes, world, patience), roll=roll)
     finally:
         # What refers to the group may refer to itself. The group's threads end with its last owner; one that still runs when the
         # interpreter goes away aborts the process.
@@ -109,10 +117,19 @@ def join(device: str | None = None, axes: Axes | None = None) -> Iterator[Mesh]:
             dist.destroy_process_group()
 
 
-def _groups(axes: Axes, world: int) -> dict[frozenset[str], dist.ProcessGroup]:
+_joined = count()
+
+
+def _store(patience: timedelta) -> dist.Store:
+    """Where ranks find each other, with keys of its own for each time that this process joins."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    return dist.PrefixStore(f"gnomon {next(_joined)}", store)
+
+
+def _groups(axes: Axes, world: int, patience: timedelta) -> dict[frozenset[str], dist.ProcessGroup]:
     """One group per set of axes; every rank makes all of them, in the same order.
 
     Gradients have groups to themselves even where all ranks take part, since they travel while other exchanges do.
     """
-    return {frozenset(names): dist.new_subgroups_by_enumeration(axes.groups(names))[0] for names in GROUPS
+    return {frozenset(names): dist.new_subgroups_by_enumeration(axes.groups(names), timeout=patience)[0] for names in GROUPS
             if 1 < axes.size(names) < world or (names in (COPIES, TOKENS) and axes.size(names) > 1)}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gnomon import config as toml
 from gnomon.data.packing import Batch, PackedBatches
@@ -24,9 +24,11 @@ from gnomon.errors import CheckpointError, ConfigError, TrainingError
 from gnomon.model.balance import max_violation
 from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
-from gnomon.parallel.axes import ROWS
+from gnomon.parallel.axes import ROWS, TOKENS
 from gnomon.parallel.mesh import Mesh, join
-from gnomon.train import balance, checkpoint, ranks, report
+from gnomon.parallel.pipeline import Work
+from gnomon.parallel.roll import named
+from gnomon.train import activations, balance, checkpoint, ranks, report
 from gnomon.train import eye as eyes
 from gnomon.train.evaluate import HeldOut, frozen, held_out, share_answered
 from gnomon.train.material import Material, long_questions, prepare, stream
@@ -61,7 +63,7 @@ class Parts:
     mesh: Mesh
     spread: ranks.Spread
     model: Transformer
-    objective: nn.Module
+    objective: Objective
     optimizer: Muon
     batches: PackedBatches
     eye: Multimodal | None = None
@@ -73,7 +75,7 @@ def train(recipe: TrainRecipe, *, resume: bool = True, quiet: bool = False) -> R
     `resume=False` refuses a folder that already has a checkpoint. Raises `ConfigError` for a recipe that does not fit its folder or
     its data, `TrainingError` for a loss that is not finite, `CheckpointError` when a checkpoint cannot be read or written.
     """
-    with join(None if recipe.device == "auto" else recipe.device, recipe.mesh) as mesh:
+    with join(None if recipe.device == "auto" else recipe.device, recipe.mesh) as mesh, named(mesh.roll):
         return _train_on(mesh, recipe, resume=resume, quiet=quiet)
 
 
@@ -110,6 +112,7 @@ def build(material: Material, mesh: Mesh) -> Parts:
     eye = eyes.open_eye(model, recipe.seed)
     if recipe.start_from is not None and checkpoint.latest(recipe.run) is None:  # a run that goes on needs its own folder only
         _start_from(model, eye, recipe.start_from)
+    activations.attach(model, recipe.activations)
     spread = ranks.spread(model, mesh, eye)
     model.activation_checkpointing = recipe.activation_checkpointing == "block"
     balance.start(model.routers(), recipe.balance)
@@ -159,6 +162,8 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
     weights = stage.weights or tuple(source.weight for source in recipe.data.sources)
     parts.batches.set_stage(batch_size=recipe.batch_tokens // stage.context, context=stage.context,
                             long_exponent=stage.long_exponent, weights=weights)
+    if mesh.roll is not None:
+        mesh.roll.mark(step + 1)
     whole = parts.batches.next()
     pieces = [piece.to(mesh.device) for piece in whole.split(recipe.micro_batches(stage.context, mesh.size(*ROWS)))]
     losses, count = _backward(parts, pieces)
@@ -167,13 +172,13 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
     loss, norm = total.item() / count, parts.optimizer.clip_gradient(None if mesh.world == 1 else parts.spread.norm).item()
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise TrainingError(_why_not_finite(parts, step, pieces, losses, loss, norm))
-    loads = balance.update_balance(parts.model.routers(), recipe.balance, mesh.sum)
+    loads = parts.spread.of_all_layers(balance.update_balance(parts.model.routers(), recipe.balance, lambda t: mesh.sum(t, *TOKENS)))
     rate = recipe.optimizer.learning_rate * recipe.schedule.factor(step, recipe.total_steps)
     parts.optimizer.step(rate)
     parts.spread.publish()
     row: dict[str, Any] = {"step": step + 1, "stage": index, "context": stage.context, "loss": loss, "learning_rate": rate}
-    if recipe.optimizer.clip_logits is not None and parts.model.mla_layers():
-        row["max_logit"] = clip_logits(parts.model.mla_layers(), recipe.optimizer.clip_logits, mesh.max).max().item()
+    if recipe.optimizer.clip_logits is not None and "mla" in recipe.model.layers:
+        row["max_logit"] = _clip(parts, recipe.optimizer.clip_logits)
     violations = max_violation(loads).tolist() if loads.numel() else []
     seconds = time.perf_counter() - began
     return row | {
@@ -182,13 +187,26 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
     }
 
 
+def _clip(parts: Parts, threshold: float) -> float:
+    """Shrink heads whose logits grew too large; returns the largest of all layers."""
+    seen = clip_logits(parts.model.mla_layers(), threshold, lambda t: parts.mesh.max(t, *TOKENS)).to(parts.mesh.device)
+    largest = torch.cat([seen, seen.new_full((1,), float("-inf"))]).max()
+    parts.mesh.max(largest, "pipeline")
+    return largest.item()
+
+
 def _backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
     """Gradients of the step's loss from the micro-batches of all ranks; this rank's summed losses, and the learnt targets of all."""
-    exchange, losses = parts.spread.exchange, []
+    exchange, pipeline = parts.spread.exchange, parts.spread.pipeline
+    losses: list[Tensor] = []
     learnt = torch.stack([piece.loss_mask.sum() for piece in pieces]).sum()
     parts.mesh.sum(learnt, *ROWS)
     count = max(1, int(learnt))
     parts.optimizer.zero_grad()
+    if pipeline is not None:
+        losses, pieces = pipeline.run(_stage_work(parts, pieces, count)), []
+        if exchange is not None:
+            exchange.arm()
     for index, piece in enumerate(pieces):
         loss, total = parts.objective(parts.spread.own(piece), count)
         if exchange is not None and index + 1 == len(pieces):
@@ -198,6 +216,13 @@ def _backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
     if exchange is not None:
         exchange.finish()
     return losses, count
+
+
+def _stage_work(parts: Parts, pieces: list[Batch], count: int) -> Work:
+    """What the stages of a pipeline do with a step's micro-batches."""
+    objective = parts.objective
+    return Work(pieces=pieces, own=parts.spread.own, loss=lambda hidden, batch: objective.of_hidden(hidden, batch, count),
+                precision=lambda: objective.precision(parts.mesh.device))
 
 
 def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[Tensor], loss: float, norm: float) -> str:
@@ -220,8 +245,6 @@ def save(parts: Parts, step: int, metrics: Metrics | None) -> None:
     run: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
     if parts.mesh.device.type == "cuda":
         run["random.cuda"] = torch.cuda.get_rng_state()
-    for layer, router in enumerate(parts.model.routers()):
-        run |= {f"router.{layer}.histogram": router.histogram, f"router.{layer}.load": router.load}
     tensors = {"model": model, "optimizer": optimizer, "run": run} | eyes.tensors(parts.eye)
     state = {"data": parts.batches.state(), "metrics_bytes": metrics.sync(), "seed": parts.recipe.seed}
     checkpoint.save(parts.recipe.run, step, state, tensors, parts.recipe.checkpoint.keep)
@@ -238,9 +261,6 @@ def restore(parts: Parts) -> tuple[int, int]:
     parts.optimizer.load_state_dict(parts.spread.share_states(saved.tensors["optimizer"]))
     parts.batches.restore(saved.state["data"])
     run = saved.tensors["run"]
-    for layer, router in enumerate(parts.model.routers()):
-        router.histogram.copy_(run[f"router.{layer}.histogram"])
-        router.load.copy_(run[f"router.{layer}.load"])
     torch.set_rng_state(run["random.cpu"])
     if parts.mesh.device.type == "cuda" and "random.cuda" in run:
         torch.cuda.set_rng_state(run["random.cuda"])

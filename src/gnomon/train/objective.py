@@ -37,10 +37,18 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch, count: int) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         """(what to differentiate, detached sum of the cross-entropy); `count` is the learnt targets of the whole step."""
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+        with self.precision(batch.tokens.device):
             seen = None if self.eye is None else self.eye.embeddings(batch.tokens, batch.images)
             hidden = self.model.hidden(batch.tokens, embeddings=seen, cu_seqlens=batch.cu_seqlens, token_mask=batch.token_mask)
-            total = cross_entropy.cross_entropy_sum(*learnt(hidden, batch.targets, batch.loss_mask, self.bf16, self.model.head_weight))
+            return self.of_hidden(hidden, batch, count)
+
+    def precision(self, device: torch.device) -> torch.autocast:
+        """The context that the model runs in."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
+
+    def of_hidden(self, hidden: Float[Tensor, "B T D"], batch: Batch, count: int) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """The same from what the head sees, inside `precision`: what the last stage of a pipeline does."""
+        total = cross_entropy.cross_entropy_sum(*learnt(hidden, batch.targets, batch.loss_mask, self.bf16, self.model.head_weight))
         loss = total / count
         if self.auxiliary_weight:
             terms = [router.auxiliary_loss for router in self.model.routers() if router.auxiliary_loss is not None]

@@ -1,6 +1,6 @@
 """How a run lies over the ranks of its mesh: what each rank holds, which tokens it gets, and how the parts become whole again.
 
-Experts are cut over expert ranks; all else is whole on every rank. Context ranks get a stretch of each micro-batch. Gradients are added
+Experts are cut over expert ranks, layers over pipeline ranks. Context ranks get a stretch of each micro-batch. Gradients are added
 over the ranks that hold the same piece, for all of them or for the one that keeps the optimiser's state of it. Checkpoints hold whole
 tensors, so that a run may go on under another mesh.
 Read next: `gnomon/parallel/axes.py`, `loop.py`.
@@ -9,7 +9,8 @@ Read next: `gnomon/parallel/axes.py`, `loop.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from gnomon.model.experts import RoutedExperts
 from gnomon.model.multimodal import Multimodal
 from gnomon.model.runs import model_tensors
 from gnomon.model.transformer import Transformer
-from gnomon.parallel import context, expert
+from gnomon.parallel import context, expert, pipeline
 from gnomon.parallel.axes import COPIES, TOKENS
 from gnomon.parallel.gradients import Gradients, added, owned
 from gnomon.parallel.mesh import Mesh
@@ -31,13 +32,16 @@ from gnomon.train.units import PATCHES, TABLES, head_rows, is_matrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """A model that was spread over a mesh. `cut` names the parameters of which a rank has its share of the experts only."""
+    """A model that was spread over a mesh. `cut` names the parameters of which a rank has its share of the experts only; `held` all that
+    it has of the model, where a pipeline leaves the rest to others."""
 
     mesh: Mesh
     cut: frozenset[str] = frozenset()
     context: context.Context | None = None
     exchange: Gradients | None = None
     shards: tuple[Shards, ...] = ()
+    pipeline: pipeline.Pipeline | None = None
+    held: frozenset[str] | None = None
 
     def parameters(self, model: Transformer, eye: Multimodal | None = None) -> list[tuple[str, Tensor]]:
         """What this rank's optimiser works on: all that it holds, or views of the pieces that it owns."""
@@ -55,6 +59,21 @@ class Spread:
         """This rank's stretch of a micro-batch whose rows it shares with other ranks."""
         return piece if self.context is None else self.context.stretch(piece)
 
+    def of_all_layers(self, loads: Tensor) -> Tensor:
+        """Loads [L, E] of the layers that this rank holds, as those of all layers with experts, in their order."""
+        if self.pipeline is None:
+            return loads
+        config = self.pipeline.model.config
+        held = {layer for stage in self.pipeline.stages for layer in self.pipeline.cuts.layers[stage]}
+        rows = [layer for layer in range(config.num_hidden_layers) if config.is_moe_layer(layer)]
+        experts = 0 if config.moe is None else config.moe.num_experts
+        every = torch.zeros(len(rows), experts, dtype=torch.int64, device=self.mesh.device)
+        own = [place for place, layer in enumerate(rows) if layer in held]
+        if own:
+            every[own] = loads.to(every.device)
+        self.mesh.sum(every, "pipeline")
+        return every
+
     def norm(self, names: Sequence[str], norms: Tensor) -> Tensor:
         """The norm of all gradients from those of this rank's pieces, each counted once however many ranks hold it."""
         copies = [1 if self.shards else self.mesh.size(*self._holders(name)) for name in names]
@@ -64,12 +83,34 @@ class Spread:
         return total.sqrt().to(norms.dtype)
 
     def whole(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same with whole tensors, on the first rank; what others return is of no use. Names may have a prefix, as optimisers have."""
-        return {name: self._joined(tensor) if self._parameter(name) in self.cut else tensor for name, tensor in named.items()}
+        """The same with whole tensors, and those of all stages, on the first rank; what others return is of no use.
+
+        Names may have a prefix, as optimisers have.
+        """
+        joined = {name: self._joined(tensor) if self._parameter(name) in self.cut else tensor for name, tensor in named.items()}
+        return self._of_all_stages(joined) if self.mesh.size("pipeline") > 1 and self.mesh.index(*TOKENS) == 0 else joined
+
+    def _of_all_stages(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each stage's tensors, sent to the first rank."""
+        group = self.mesh.group("pipeline")
+        if not self.mesh.is_main:
+            dist.send_object_list([[(name, tuple(t.shape), t.dtype) for name, t in own.items()]], 0, group, self.mesh.device)
+            for tensor in own.values():
+                dist.send(tensor.detach().to(self.mesh.device).contiguous(), 0, group)
+            return own
+        for source in self.mesh.axes.groups(["pipeline"])[0][1:]:
+            listed: list[Any] = [None]
+            dist.recv_object_list(listed, source, group, self.mesh.device)
+            for name, shape, dtype in listed[0]:
+                own[name] = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+                dist.recv(own[name], source, group)
+        return own
 
     def share(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of whole tensors, what this rank holds."""
         ranks, index = self.mesh.size("expert"), self.mesh.index("expert")
+        if self.held is not None:
+            named = {name: t for name, t in named.items() if name in self.held or self._parameter(name) in self.held or "." not in name}
         return {name: t.chunk(ranks)[index] if self._parameter(name) in self.cut else t for name, t in named.items()}
 
     def whole_states(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +139,7 @@ class Spread:
 
     def whole_model(self, model: Transformer) -> Transformer | None:
         """A model that runs on the first rank alone: itself, or a copy where it is spread. Other ranks help and get none."""
-        if self.mesh.size("expert", "context") == 1:
+        if self.mesh.size("expert", "context", "pipeline") == 1:
             return model if self.mesh.is_main else None
         tensors = self.whole(model_tensors(model))
         if not self.mesh.is_main:
@@ -126,8 +167,17 @@ class Spread:
 def spread(model: Transformer, mesh: Mesh, eye: Multimodal | None = None) -> Spread:
     """Lay a model over a mesh, in place, before its optimiser is made; tower and projector are whole on every rank.
 
-    Raises `ConfigError` for experts that expert ranks cannot share, and for mixers that cannot be cut along the tokens.
+    Raises `ConfigError` for experts that expert ranks cannot share, for mixers that cannot be cut along the tokens, and for a model that
+    cannot be cut into the stages of a pipeline.
     """
+    stages, axes = None, mesh.axes
+    if mesh.size("pipeline") > 1:
+        stages = pipeline.cut(model, axes.pipeline, axes.virtual, mesh.index("pipeline"), mesh.group("pipeline"), mesh.device)
+    spread = _spread(model, mesh, eye)
+    return spread if stages is None else replace(spread, pipeline=stages, held=frozenset(model.state_dict()))
+
+
+def _spread(model: Transformer, mesh: Mesh, eye: Multimodal | None) -> Spread:
     cut: set[str] = set()
     if mesh.size("expert") > 1:
         for name, module in model.named_modules():

@@ -16,7 +16,7 @@ from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, ModelConfig
 from gnomon.parallel.axes import Axes
 from gnomon.train.schedule import Schedule
-from gnomon.train.settings import BalanceConfig, MuonConfig
+from gnomon.train.settings import ActivationRule, BalanceConfig, MuonConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +132,7 @@ class TrainRecipe:
     balance: BalanceConfig = setting(BalanceConfig(), "load balance of the experts")
     precision: Literal["fp32", "bf16"] = setting("fp32", "fp32, or bf16 autocast with fp32 weights")
     activation_checkpointing: Literal["none", "block"] = setting("none", "block: keep only each layer's input and recompute the rest")
+    activations: tuple[ActivationRule, ...] = setting((), "what becomes of saved tensors, by module; the last rule for a module counts")
     mesh: Axes = setting(Axes(), "how the ranks of a run share the work; by default all are copies")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to train; auto: the GPU where there is one")
     start_from: Path | None = setting(None, "run folder whose last weights and tokenizer are the start; none: from scratch")
@@ -157,6 +158,18 @@ class TrainRecipe:
         if ranks > 1 and (moe is None or moe.num_experts % ranks):
             held = "the model has no experts" if moe is None else f"{moe.num_experts} experts cannot be shared out evenly"
             raise ConfigError(f"'mesh.expert' is {ranks}, but {held}; use a divisor of the number of experts")
+
+        if self.mesh.stages > self.model.num_hidden_layers:
+            raise ConfigError(f"'mesh.pipeline' x 'mesh.virtual' is {self.mesh.stages} stages, but the model has "
+                              f"{self.model.num_hidden_layers} layers; use {self.model.num_hidden_layers} or fewer")
+        if self.mesh.pipeline > 1 and self.model.vision is not None:
+            raise ConfigError("'mesh.pipeline' leaves the embedding to one rank, but 'model.vision' puts images in its place; "
+                              "use data, expert or context ranks")
+        if self.mesh.pipeline > 1 and self.balance.method == "auxiliary":
+            raise ConfigError("'balance.method' is 'auxiliary', a loss of all layers, which a pipeline does not have in one place; "
+                              "use 'quantile' or 'sign'")
+        if self.mesh.pipeline > 1 and self.mesh.context > 1 and self.activation_checkpointing == "block":
+            raise ConfigError("'activation_checkpointing' is 'block', which cannot go with both 'mesh.pipeline' and 'mesh.context'")
 
     def _check_stage(self, where: str, stage: Stage) -> None:
         taps = max((getattr(m, "short_conv_kernel_size", 0) for m in self.model.mixers.values()), default=0)
@@ -199,7 +212,17 @@ class TrainRecipe:
                               f"share; use a multiple of {sharers * context}")
         own = rows // sharers
         most = own if self.micro_batch_tokens is None else max(1, self.micro_batch_tokens * self.mesh.context // context)
-        return next(parts for parts in range(1, own + 1) if own % parts == 0 and own // parts <= most)
+        fitting = (parts for parts in range(1, own + 1) if own % parts == 0 and own // parts <= most and self._keeps_busy(parts))
+        found = next(fitting, None)
+        if found is None:
+            raise ConfigError(f"a step has {own} rows of {context} tokens for a pipeline of {self.mesh.stages} stages on "
+                              f"{self.mesh.pipeline} ranks, which needs as many micro-batches as stages and a multiple of its ranks; "
+                              f"use batch_tokens = {sharers * context * self.mesh.stages} or a multiple")
+        return found
+
+    def _keeps_busy(self, parts: int) -> bool:
+        """Whether a pipeline's schedule can run so many micro-batches."""
+        return self.mesh.pipeline == 1 or (parts >= self.mesh.stages and (self.mesh.virtual == 1 or parts % self.mesh.pipeline == 0))
 
     def evaluation_contexts(self) -> tuple[int, ...]:
         """Context lengths of the last evaluation."""

@@ -41,6 +41,14 @@ class MuonConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationRule:
+    """What becomes of the tensors that some modules save for the backward pass."""
+
+    modules: str = setting(doc="names of modules, with * and ?, as in model.layers.*.self_attn")
+    policy: Literal["keep", "recompute", "quantise", "offload"] = setting(doc="quantise: as FP8; offload: GPU to host, or host to a file")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
     """How experts are kept equally busy."""
 
