@@ -36,7 +36,7 @@ def model_of(kind: str) -> ModelConfig:
     """Two dense layers of one kind of mixer, or one of each."""
     pattern = {"kda": '["kda"]', "mla": '["mla"]', "both": '["kda","mla"]'}[kind]
     made = preset("tiny", (f"num_hidden_layers={LAYERS}", "vocab_size=256", f"hidden_size={WIDTH}", "intermediate_size=256",
-                           f"layer_pattern={pattern}"))
+                           f"layer_pattern={pattern}", "final_mixer=none"))
     return replace(made, moe=None)
 
 

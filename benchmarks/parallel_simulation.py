@@ -124,10 +124,12 @@ def step(config: ModelConfig, machine: Machine, ranks: int, scheme: dict[str, An
         drawn = random.choice(times, size=(stages, parts, 4)).mean(-1) * layers / stages
         hop = TOKENS * config.hidden_size * 2 * (1 + layers / config.attn_res_block_size / 2) / machine.link(10**9) + FAR
         seconds = pipeline(drawn, hop)
-    routed = config.num_moe_layers * config.moe.num_experts * 3 * config.moe.expert_width(config.hidden_size) * config.moe.moe_intermediate_size
+    one = 3 * config.moe.expert_width(config.hidden_size) * config.moe.moe_intermediate_size
+    routed = config.num_moe_layers * config.moe.num_experts * one
     dense, own = (config.num_parameters() - routed) / stages, routed / stages / expert
     copies = readers // expert
-    seconds += (4 + 2) * (dense / machine.link(readers) + (own / machine.link(ranks) if copies > 1 else 0.0))  # gradients there, weights back
+    # gradients to their owners in fp32, weights back in bf16
+    seconds += (4 + 2) * (dense / machine.link(readers) + (own / machine.link(ranks) if copies > 1 else 0.0))
     ideal = machine.seconds(3.0 * config.flops_per_token(TOKENS) * BATCH / ranks)
     memory = (dense + own) * (2 + 4) + 8 * (dense / readers + own / copies)  # bf16 weights, fp32 gradients, owned masters and momenta
     return {"ranks": ranks, "efficiency": ideal / seconds, "seconds": seconds, "memory": memory, "fits": memory < machine.kind.memory_bytes,
@@ -166,8 +168,8 @@ def plot(curves: dict[str, list[dict[str, float]]], documents: dict[str, list[di
         axes.remove()
         left, right = figure.subplots(1, 2)
         for name, rows in curves.items():
-            line = left.plot([r["ranks"] for r in rows], [r["efficiency"] for r in rows], label=name, linestyle=":" if "cold" in name else "-",
-                             color=f"C{list(curves).index(name) % 4}")[0]
+            line = left.plot([r["ranks"] for r in rows], [r["efficiency"] for r in rows], label=name,
+                             linestyle=":" if "cold" in name else "-", color=f"C{list(curves).index(name) % 4}")[0]
             broken = [r for r in rows if not r["fits"]]
             left.plot([r["ranks"] for r in broken], [r["efficiency"] for r in broken], "x", color=line.get_color(), markersize=7)
         for name, rows in documents.items():
