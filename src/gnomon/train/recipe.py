@@ -96,7 +96,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.tokens < 1 or self.pictures < 1:
-            raise ConfigError(f"'every' is {self.every}, 'tokens' {self.tokens}, 'pictures' {self.pictures}; use at least 0, 1 and 1")
+            raise ConfigError(f"'every' is {self.every}, 'tokens' is {self.tokens}, 'pictures' is {self.pictures}; use at least 0, 1 and 1")
         if any(context < 2 for context in self.contexts):
             raise ConfigError(f"'contexts' is {list(self.contexts)}; each must be at least 2")
 
