@@ -23,10 +23,11 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """An image of a message, as bytes of a file."""
+    """An image of a message, as bytes of a file; or, with no bytes yet, the `address` of one that whoever may has still to read."""
 
     data: bytes
     media_type: str
+    address: str | None = None
 
 
 Part = Text | Image

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gnomon.errors import ConfigError, KernelError
 from gnomon.kernels import native, operator
+from gnomon.kernels.packed.matrix import BF16
 from gnomon.model import inference_layout as layout
 from gnomon.model.config import ModelConfig
 from gnomon.model.huggingface import read_config
@@ -131,6 +132,13 @@ class InferenceModel:
             self._address, pool.address, native.address(outputs.record), native.address(bounds), native.address(prefix),
             native.address(slots), rows.held, native.threads(),
         )
+
+    def embed(self, tokens: Int[Tensor, "N"]) -> Float[Tensor, "N D"]:
+        """Rows of the embedding table, as the forward pass takes them: for callers that put other vectors among them."""
+        dtype = torch.bfloat16 if self.structure.embedding_format == BF16 else torch.float32
+        rows, width = self.config.vocab_size, self.config.hidden_size
+        memory = (ctypes.c_uint8 * (rows * width * dtype.itemsize)).from_address(self.structure.embedding)
+        return torch.frombuffer(memory, dtype=dtype).view(rows, width)[tokens].float()
 
     def head(self, hidden: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
         """Logits of hidden vectors."""

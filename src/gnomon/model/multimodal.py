@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +20,7 @@ from gnomon.model.config import ModelConfig
 from gnomon.model.layers import initialise
 from gnomon.model.transformer import Transformer
 from gnomon.model.vision import Item, Projector, VisionTower, stack
-from gnomon.model.weights import load_pretrained, save_pretrained
+from gnomon.model.weights import load_pretrained, save_pretrained, stored_tensors
 
 TEXT = "language_model."
 """What names of the text model's tensors begin with."""
@@ -65,25 +65,19 @@ class Merged:
     seen: Bool[Tensor, "T"]
 
 
-class Multimodal(nn.Module):
-    """Text model, tower and projector. Raises `ConfigError` for a configuration without `vision`."""
+class Eye(nn.Module):
+    """Tower and projector: images to vectors of the text model's width. Raises `ConfigError` for a configuration without `vision`."""
 
-    def __init__(self, config: ModelConfig, text: Transformer | None = None):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         if config.vision is None:
             raise ConfigError("'vision' is missing: the model has no tower; add a [vision] table or use `Transformer`")
         self.config = config
-        self.language_model = Transformer(config) if text is None else text
         self.vision_tower = VisionTower(config.vision)
         self.mm_projector = Projector(config.vision, config.hidden_size)
 
-    def initialise(self, seed: int = 0) -> "Multimodal":
-        """Starting weights for training from scratch: the text model's own; the tower's maps by their inputs, its places N(0, 1)."""
-        self.language_model.initialise(seed)
-        return self.initialise_eye(seed)
-
     @torch.no_grad()
-    def initialise_eye(self, seed: int = 0) -> "Multimodal":
+    def initialise_eye(self, seed: int = 0) -> Self:
         """Starting weights of tower and projector alone; filters of patches begin without a mean."""
         for part, prefix in ((self.vision_tower, 1), (self.mm_projector, 2)):
             initialise(part, seed + prefix, 1.0)
@@ -101,6 +95,26 @@ class Multimodal(nn.Module):
         patches, grids = stack(images, self.mm_projector.post_norm.weight.device)
         merged = self.vision_tower(patches, grids)
         return list(self.mm_projector(torch.cat(merged)).split([len(item) for item in merged]))
+
+
+class Multimodal(Eye):
+    """Text model, tower and projector. Raises `ConfigError` for a configuration without `vision`."""
+
+    def __init__(self, config: ModelConfig, text: Transformer | None = None):
+        super().__init__(config)
+        self.language_model = Transformer(config) if text is None else text
+
+    def initialise(self, seed: int = 0) -> Self:
+        """Starting weights for training from scratch: the text model's own; the tower's maps by their inputs, its places N(0, 1)."""
+        self.language_model.initialise(seed)
+        return self.initialise_eye(seed)
+
+    def eye(self) -> Eye:
+        """Tower and projector alone, the same tensors."""
+        with torch.device("meta"):
+            alone = Eye(self.config)
+        alone.vision_tower, alone.mm_projector = self.vision_tower, self.mm_projector
+        return alone
 
     def embeddings(self, tokens: Int[Tensor, "B T"], images: Sequence[Placed]) -> Float[Tensor, "B T D"]:
         """Embeddings of tokens with images over their pads, which are as many as the images have vectors there; positions count over
@@ -136,6 +150,22 @@ class Multimodal(nn.Module):
         """Logits of every position of one prompt with its images in place; `rest` goes to `Transformer.forward`."""
         merged = self.merge(tokens, self.features(images), pad)
         return self.language_model(None, embeddings=merged.embeddings[None], **rest)[0]
+
+
+def load_eye(folder: str | Path, config: ModelConfig, dtype: torch.dtype | None = None) -> Eye:
+    """Tower and projector of a checkpoint in the released layout; the text model is not read. Raises `CheckpointError` for one that lacks
+    any of their tensors."""
+    stored = stored_tensors(Path(folder))
+    with torch.device("meta"):
+        eye = Eye(config)
+    for name, shape in [(name, parameter.shape) for name, parameter in eye.named_parameters()]:
+        if name not in stored or stored[name].shape != tuple(shape):
+            found = f"of shape {list(stored[name].shape)}" if name in stored else "missing"
+            raise CheckpointError(f"{folder}: the tensor {name} is {found}; the vision tower needs {list(shape)}")
+        values = stored[name].read()
+        owner, _, leaf = name.rpartition(".")
+        setattr(eye.get_submodule(owner), leaf, nn.Parameter(values if dtype is None else values.to(dtype), requires_grad=False))
+    return eye
 
 
 def load_multimodal(folder: str | Path, dtype: torch.dtype | None = None) -> Multimodal:

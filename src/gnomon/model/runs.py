@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gnomon import config as toml
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model.config import PRESETS, ModelConfig
-from gnomon.model.multimodal import TEXT, Multimodal
+from gnomon.model.multimodal import TEXT, Eye, Multimodal
 from gnomon.model.transformer import Transformer
 
 STATE_FILE = "state.json"
@@ -67,12 +67,12 @@ def load(path: Path, device: torch.device | str = "cpu") -> Saved:
     return Saved(path=path, state=state, tensors=tensors)
 
 
-def eye_tensors(eye: Multimodal) -> dict[str, Tensor]:
+def eye_tensors(eye: Eye) -> dict[str, Tensor]:
     """Tower and projector by their released names."""
     return {name: value for name, value in eye.state_dict().items() if not name.startswith(TEXT)}
 
 
-def restore_eye(eye: Multimodal, tensors: Mapping[str, Tensor], where: Path) -> None:
+def restore_eye(eye: Eye, tensors: Mapping[str, Tensor], where: Path) -> None:
     """Copy saved tensors into tower and projector; complains as `restore_model`."""
     _restore(eye_tensors(eye), tensors, where)
 
@@ -118,6 +118,16 @@ def load_seeing(run: Path, device: torch.device | str = "cpu") -> tuple[Multimod
     eye = Multimodal(model.config, model)
     restore_eye(eye, saved.tensors[EYE], saved.path)
     return eye.to(device).eval(), saved.path
+
+
+def load_text_and_eye(run: Path, device: torch.device | str = "cpu") -> tuple[Transformer, Eye | None, Path]:
+    """The text model, tower and projector where it has them, and the checkpoint's folder; complains as `load_model`."""
+    model, saved = _text_model(run)
+    if EYE not in saved.tensors:
+        return model.to(device).eval(), None, saved.path
+    eye = Eye(model.config)
+    restore_eye(eye, saved.tensors[EYE], saved.path)
+    return model.to(device).eval(), eye.to(device).eval(), saved.path
 
 
 def _text_model(run: Path) -> tuple[Transformer, Saved]:

@@ -124,6 +124,14 @@ def _plan(folder: Path, table: dict[str, Any]) -> tuple[Transformer, list[Match]
     return model, plan, untouched
 
 
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Where every tensor of a checkpoint lies. Raises `CheckpointError` for files that are missing or damaged."""
+    found, problems = _headers(folder)
+    if problems:
+        raise CheckpointError(_report(folder, problems))
+    return found
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import GnomonError
 from gnomon.serve.admission import Busy, Ticket
 from gnomon.serve.reading import Ended, Reader, Said, shown
-from gnomon.serve.request import Event, Finished, Request, Sampled, Started, Usage
+from gnomon.serve.request import Event, Finished, Request, Sampled, Seen, Started, Usage
 
 
 class Failed(GnomonError):
@@ -46,6 +46,7 @@ class Prompt:
     parser: Callable[[], Parser]
     stop_ids: frozenset[int]
     text: str = ""
+    images: tuple[Seen, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,12 @@ from pathlib import Path
 from gnomon.data.chat import ChatFormat, chat_format
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
+from gnomon.model.multimodal import PAD
 from gnomon.serve.engine import Engine
 from gnomon.serve.live import LiveEngine
 from gnomon.serve.load import Loaded, load
 from gnomon.serve.prefix import PrefixCache
+from gnomon.serve.seeing import Sight
 from gnomon.serve.service import Service
 from gnomon.serve.settings import ServeSettings
 
@@ -34,6 +36,8 @@ def service_of(model: Loaded, settings: ServeSettings) -> Iterator[Service]:
     cache = PrefixCache.build(model.runner, settings.cache, model.fingerprint) if settings.reuse else None
     live = LiveEngine(Engine(model.runner, settings.engine, cache, model.tokenizer))
     service = Service(live, chat, model.tokenizer, settings, settings.name or model.name)
+    pad = model.tokenizer.special_ids.get(PAD)
+    service.sight = None if model.eye is None or pad is None else Sight(model.eye, pad, settings.sight)
     live.start()
     try:
         yield service

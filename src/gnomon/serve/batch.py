@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from gnomon.model.inference_state import PackedRows
+from gnomon.serve.runner import Runner
 from gnomon.serve.scheduler import Chunk
 from gnomon.serve.sequence import Running, Sequence
 
@@ -30,8 +31,11 @@ class Batch:
     scored: list[Scored]
 
 
-def pack(chunks: list[Chunk]) -> Batch:
-    """Lay the chunks end to end. Only the rows are wanted that somebody samples from, or that score a prompt."""
+def pack(chunks: list[Chunk], runner: Runner) -> Batch:
+    """Lay the chunks end to end. Only the rows are wanted that somebody samples from, or that score a prompt.
+
+    Where images are among the rows, all rows come as vectors: those of images, and for the others what the runner looks up.
+    """
     count = len(chunks)
     tokens: list[int] = []
     bounds, wanted, copies = [0], list[int](), list[tuple[int, int, int]]()
@@ -53,9 +57,31 @@ def pack(chunks: list[Chunk]) -> Batch:
             if not wanted or wanted[-1] != len(tokens) - 1:
                 wanted.append(len(tokens) - 1)
             sampling.append((chunk.running, len(wanted) - 1))
+    words, vectors = _inputs(chunks, tokens, bounds, runner)
     rows = PackedRows(
-        tokens=torch.tensor(tokens), bounds=torch.tensor(bounds), past=torch.tensor([chunk.start for chunk in chunks]),
+        tokens=words, embeddings=vectors, bounds=torch.tensor(bounds), past=torch.tensor([chunk.start for chunk in chunks]),
         slots=torch.tensor([chunk.running.held.slot for chunk in chunks]), pages=torch.from_numpy(pages),
         wanted=torch.tensor(wanted, dtype=torch.int64), copies=torch.tensor(copies, dtype=torch.int64) if copies else None,
     )
     return Batch(rows, sampling, scored)
+
+
+def _inputs(chunks: list[Chunk], tokens: list[int], bounds: list[int], runner: Runner
+            ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What the rows bring: either ids, or vectors where a chunk reaches into an image."""
+    found: list[tuple[int, torch.Tensor]] = []
+    for place, chunk in enumerate(chunks):
+        for image in chunk.running.sequence.request.images:
+            low, high = max(image.start, chunk.start), min(image.start + len(image.vectors), chunk.stop)
+            if low < high:
+                vectors = torch.from_numpy(image.vectors[low - image.start : high - image.start])
+                found.append((bounds[place] + low - chunk.start, vectors))
+    ids = torch.tensor(tokens)
+    if not found:
+        return ids, None
+    for first, vectors in found:
+        ids[first : first + len(vectors)] = 0  # no ids of the vocabulary; their rows are replaced
+    rows = runner.embed(ids)
+    for first, vectors in found:
+        rows[first : first + len(vectors)] = vectors
+    return None, rows

@@ -31,6 +31,7 @@ def declare_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="the model to ask (default: the server's first)")
     parser.add_argument("--effort", choices=("none", "low", "medium", "high", "max"), help="how much the model is asked to think")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--image", type=Path, action="append", metavar="FILE", help="a picture that goes with the first message")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of an answer at most")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token")
 
@@ -89,7 +90,8 @@ def chat(parsed: argparse.Namespace) -> None:
     _need_packages()
     from gnomon.serve.terminal import Options, talk
 
-    options = Options(model=parsed.model, effort=parsed.effort, system=parsed.system, tokens=parsed.tokens, temperature=parsed.temperature)
+    options = Options(model=parsed.model, effort=parsed.effort, system=parsed.system, tokens=parsed.tokens, temperature=parsed.temperature,
+                      images=tuple(parsed.image or ()))
     if parsed.where.startswith(("http://", "https://")):
         talk(parsed.where.rstrip("/").removesuffix("/v1"), options, sys.stdin)
         return

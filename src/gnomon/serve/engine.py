@@ -164,7 +164,7 @@ class Engine:
         self._scheduler.impossible.clear()
         if chunks:
             self._start(chunks, begin)
-            batch = pack(chunks)
+            batch = pack(chunks, self.runner)
             logits = self.runner.forward(batch.rows, self.cache.memory.pool).logits
             assert logits is not None
             for chunk in chunks:
@@ -208,8 +208,9 @@ class Engine:
         prompt, sampling = request.prompt, request.sampling
         if not prompt:
             raise ConfigError("'prompt' is empty; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.vocabulary:
-            outside = [token for token in prompt if not 0 <= token < self.vocabulary]
+        words = outside_images(request)
+        if words and (min(words) < 0 or max(words) >= self.vocabulary):
+            outside = [token for token in words if not 0 <= token < self.vocabulary]
             raise ConfigError(f"'prompt' has ids outside the vocabulary of {self.vocabulary}: {outside[:5]}")
         if len(prompt) >= self.max_tokens:
             raise CapacityError(f"'prompt' has {len(prompt)} tokens and a sequence may have {self.max_tokens}, its output included; "
@@ -224,7 +225,7 @@ class Engine:
         self._arrivals += 1
         return Sequence(
             request=request, order=self._arrivals, arrived=self._clock(), tokens=list(prompt), constraint=constraint, stop_ids=stop_ids,
-            bent=Bent.of(sampling, self.vocabulary, prompt),
+            bent=Bent.of(sampling, self.vocabulary, words),
             ending=Ending(self.tokenizer, sampling.stop) if self.tokenizer is not None and sampling.stop else None,
         )
 
@@ -314,6 +315,23 @@ class Engine:
             self._scheduler.add(first)
         self._scheduler.remove(sequence, keep=reason != "error")
         self._events.append((sequence.request.id, sequence.finished(reason, self._clock(), stop_string, error)))
+
+
+def outside_images(request: Request) -> tuple[int, ...]:
+    """The ids of a prompt that are words. Raises `ConfigError` for images that overlap or leave the prompt, or that ask to be scored."""
+    if not request.images:
+        return request.prompt
+    if request.prompt_logprobs:
+        raise ConfigError("'prompt_logprobs' scores words; a prompt with images has none where its images are")
+    words: list[int] = []
+    done = 0
+    for image in request.images:
+        if not done <= image.start <= image.start + len(image.vectors) <= len(request.prompt):
+            raise ConfigError(f"'images' has one from token {image.start} to {image.start + len(image.vectors)} of a prompt of "
+                              f"{len(request.prompt)}, after one that ends at {done}")
+        words += request.prompt[done : image.start]
+        done = image.start + len(image.vectors)
+    return (*words, *request.prompt[done:])
 
 
 def _shared(request: Request) -> tuple[object, ...]:

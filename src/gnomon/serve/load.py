@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from gnomon import config as toml
 from gnomon.data.tokenizer import Tokenizer
@@ -12,7 +14,8 @@ from gnomon.errors import ConfigError
 from gnomon.model.huggingface import read_config
 from gnomon.model.inference import InferenceModel, refuse
 from gnomon.model.inference_weights import Weights
-from gnomon.model.runs import load_model
+from gnomon.model.multimodal import Eye, load_eye
+from gnomon.model.runs import EYE, load_text_and_eye
 from gnomon.model.weights import load_pretrained
 from gnomon.serve.runner import Runner, TorchRunner
 
@@ -22,12 +25,14 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Loaded:
-    """A model and its vocabulary; `fingerprint` names config, weights and their precision, for whatever keeps states on disk."""
+    """A model and its vocabulary; `fingerprint` names config, weights and their precision, for whatever keeps states on disk. `eye` is the
+    tower with its projector, of models that see."""
 
     runner: Runner
     tokenizer: Tokenizer
     name: str
     fingerprint: str
+    eye: Eye | None = None
 
 
 def load(path: str | Path, weights: Weights = "stored") -> Loaded:
@@ -39,7 +44,8 @@ def load(path: str | Path, weights: Weights = "stored") -> Loaded:
     if (folder / "config.json").is_file():
         runner = _released(folder, weights)
         files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-        return _loaded(folder, runner, Tokenizer.load(folder), weights, files)
+        eye = None if runner.config.vision is None else load_eye(folder, runner.config, torch.float32)
+        return replace(_loaded(folder, runner, Tokenizer.load(folder), weights, files), eye=eye)
     if (folder / "recipe.toml").is_file() or not folder.exists():
         return _run(folder, weights)
     raise ConfigError(f"'{folder}' is neither a run folder (no recipe.toml) nor a released checkpoint (no config.json)")
@@ -58,12 +64,14 @@ def _plain(folder: Path, weights: Weights, reason: str) -> Runner:
 
 
 def _run(folder: Path, weights: Weights) -> Loaded:
-    model, checkpoint = load_model(folder)
+    model, eye, checkpoint = load_text_and_eye(folder)
     reason = refuse(model.config)
     if reason and weights not in ("stored", "fp32"):
         raise ConfigError(f"'weights' is {weights}, which needs the C++ library ({reason}); use stored or fp32")
     runner: Runner = TorchRunner(model) if reason else InferenceModel.from_transformer(model, weights)
-    return _loaded(folder, runner, Tokenizer.load(folder / "tokenizer"), weights, [checkpoint / "model.safetensors"])
+    files = [checkpoint / "model.safetensors", *([] if eye is None else [checkpoint / f"{EYE}.safetensors"])]
+    loaded = _loaded(folder, runner, Tokenizer.load(folder / "tokenizer"), weights, files)
+    return replace(loaded, eye=eye)
 
 
 def _loaded(folder: Path, runner: Runner, tokenizer: Tokenizer, weights: Weights, files: list[Path]) -> Loaded:

@@ -9,6 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gnomon.errors import ConfigError
 
 Priority = Literal["interactive", "batch"]
@@ -74,10 +77,24 @@ LIMITS = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """An image in a prompt: what the model sees instead of embeddings, `vectors` [N, D] fp32, from position `start` on.
+
+    The prompt has ids from the vocabulary's size on at these positions; they come from the image's content, so that the prefix cache and
+    forks tell images apart by it.
+    """
+
+    start: int
+    vectors: NDArray[np.float32]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One sequence to continue. `boundaries` are lengths of prefixes that others may share (ends of turns), where the cache prefers its
-    checkpoints; `salt` keeps prefixes apart that must not be shared; `cache` False neither reads nor writes the prefix cache.
+    """One sequence to continue. `images` stand at positions of the prompt, in order.
+
+    `boundaries` are lengths of prefixes that others may share (ends of turns), where the cache prefers its checkpoints; `salt` keeps
+    prefixes apart that must not be shared; `cache` False neither reads nor writes the prefix cache.
     """
 
     id: str
@@ -89,6 +106,7 @@ class Request:
     salt: str = ""
     cache: bool = True
     prompt_logprobs: bool = False
+    images: tuple[Seen, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

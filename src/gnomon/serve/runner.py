@@ -35,6 +35,10 @@ class Runner(Protocol):
         """Ask for results with the same bits however a sequence is cut into calls; returns whether it will be so."""
         ...
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding table [N, D] fp32 on the CPU, for who puts images among them."""
+        ...
+
 
 class TorchRunner:
     """`Transformer` as a runner; its pool lies on the model's device.
@@ -59,6 +63,11 @@ class TorchRunner:
         """Never: torch's products depend on how many rows they have, in the last bits."""
         del wanted
         return False
+
+    @torch.no_grad()
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding table [N, D] fp32 on the CPU."""
+        return self.model.embed(tokens[None].to(self.device))[0].float().cpu()
 
     @torch.no_grad()
     def forward(self, rows: PackedRows, pool: StatePool, *, logits: bool = True) -> Outputs:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from gnomon.data.chat import ChatFormat
 from gnomon.data.dialects.asked import Asked, Head, Refused
-from gnomon.data.messages import Conversation
+from gnomon.data.messages import Conversation, Image
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.serve.admission import Admission
 from gnomon.serve.answering import Answer, Events, Prompt, Source
@@ -24,6 +24,7 @@ from gnomon.serve.body import Room
 from gnomon.serve.metrics import Metrics
 from gnomon.serve.reading import PlainText
 from gnomon.serve.request import Grammar, Request, Sampling
+from gnomon.serve.seeing import Sight
 from gnomon.serve.settings import ServeSettings
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Service:
         self.settings = settings
         self.name = name
         self.created = int(time.time())
+        self.sight: Sight | None = None
         self.admission = Admission(settings.admission)
         self.metrics = Metrics(self.admission, engine.stats)
         self._source = Source(events=engine, tokenizer=tokenizer, between_tokens=self.metrics.between_tokens.observe)
@@ -68,6 +70,8 @@ class Service:
     def close(self) -> None:
         """Let go of what the service holds; the engine is its maker's."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.sight is not None:
+            self.sight.close()
 
     async def open(self, asked: Asked, request_id: str, arrived: float | None = None) -> Answer:
         """An answer that is ready to be listened to; `arrived` is when its request came, in seconds of `time.perf_counter`.
@@ -104,13 +108,20 @@ class Service:
         if self.chat is None:
             raise Refused("this model's tokenizer names no markers of a chat format; use /v1/completions", "messages")
         chat, conversation = self.chat, self._with_effort(asked.conversation)
-        encoded = await self.in_thread(lambda: chat.encode(conversation))
-        return [Prompt(tokens=tuple(encoded.tokens), boundaries=tuple(encoded.boundaries), parser=lambda: chat.parser(conversation),
-                       stop_ids=chat.stop_ids)]
+        if self.sight is not None and any(isinstance(part, Image) for message in conversation.messages for part in message.content):
+            sight = self.sight
+            read = await self.in_thread(lambda: sight.read(conversation), sight.threads)
+            encoded = await self.in_thread(lambda: chat.encode(read, images=True))
+            tokens, boundaries, images = await self.in_thread(lambda: sight.place(encoded), sight.threads)
+        else:
+            encoded = await self.in_thread(lambda: chat.encode(conversation))
+            tokens, boundaries, images = encoded.tokens, encoded.boundaries, ()
+        return [Prompt(tokens=tokens, boundaries=boundaries, parser=lambda: chat.parser(conversation), stop_ids=chat.stop_ids,
+                       images=images)]
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
         """Do work that may take long beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
 
     def _with_effort(self, conversation: Conversation) -> Conversation:
         wanted = self.settings.defaults.effort
@@ -155,6 +166,7 @@ class Service:
         )
         return Request(
             id=name, prompt=prompt.tokens, sampling=sampling, boundaries=prompt.boundaries, priority=asked.priority, salt=asked.salt,
+            images=prompt.images,
             deadline_seconds=self._seconds(asked), cache=asked.cache,
             prompt_logprobs=asked.echo and asked.top_logprobs is not None,
         )

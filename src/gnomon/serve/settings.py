@@ -88,6 +88,23 @@ class AccessSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SightSettings:
+    """What a model that sees may look at. Images always come as base64; anything else must be allowed here."""
+
+    folders: tuple[Path, ...] = setting((), "folders whose files clients may name as file:///…; empty: none")
+    hosts: tuple[str, ...] = setting((), "hosts of the web that images may be fetched from, redirects excluded; empty: nothing is fetched")
+    images: int = setting(32, "images in one request at most")
+    pixels: int = setting(1 << 25, "pixels of an image at most, before it is scaled down")
+    file_bytes: int = setting(16 * 2**20, "size of a file or download at most")
+    memory_bytes: int = setting(256 * 2**20, "for what was seen lately, so that a picture of a long conversation is looked at once")
+
+    def __post_init__(self) -> None:
+        for name in ("images", "pixels", "file_bytes", "memory_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"'{name}' is {getattr(self, name)}; use a positive number")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
     """A server."""
 
@@ -104,6 +121,7 @@ class ServeSettings:
     defaults: DefaultSettings = setting(factory=DefaultSettings, doc="what holds where a client does not say")
     admission: AdmissionSettings = setting(factory=AdmissionSettings, doc="who may enter, and who waits")
     access: AccessSettings = setting(factory=AccessSettings, doc="who may ask")
+    sight: SightSettings = setting(factory=SightSettings, doc="which images a model that sees may look at")
     engine: EngineSettings = setting(factory=EngineSettings, doc="how the engine runs")
     cache: CacheSettings = setting(factory=CacheSettings, doc="memory, and how prefixes are kept in it")
 

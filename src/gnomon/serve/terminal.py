@@ -5,11 +5,14 @@ Thinking is dim, a line says what each answer cost and what of it was cached. Wh
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
@@ -18,20 +21,22 @@ from rich.console import Console
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.serve.access import KEYS_VARIABLE
 
-HELP = """/new begins anew · /again another answer · /back takes the last exchange away · /effort none|low|high|max · /system TEXT
+HELP = """/image FILE shows a picture with the next message
+/new begins anew · /again another answer · /back takes the last exchange away · /effort none|low|high|max · /system TEXT
 /help · /quit or Ctrl-D ends · Ctrl-C stops an answer"""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What is asked with every message; None is left to the server."""
+    """What is asked with every message; None is left to the server. `images` go with the first message."""
 
     model: str | None = None
     effort: str | None = None
     system: str | None = None
     tokens: int | None = None
     temperature: float | None = None
+    images: tuple[Path, ...] = ()
 
 
 @dataclass(slots=True)
@@ -41,6 +46,7 @@ class _Talk:
     options: Options
     model: str
     messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)  # parts that go with the next message
 
 
 def talk(url: str, options: Options, lines: TextIO, console: Console | None = None) -> None:
@@ -53,6 +59,8 @@ def talk(url: str, options: Options, lines: TextIO, console: Console | None = No
         state = _Talk(client, console, options, model)
         people = lines.isatty()
         console.print(f"[bold]{model}[/bold] at {url}; /help says more", style="dim")
+        for path in options.images:
+            _attach(state, path)
         while True:
             try:
                 text = _line(lines, console, people)
@@ -82,6 +90,8 @@ def _do(state: _Talk, text: str) -> None:
             state.console.print(HELP, style="dim", markup=False)
         case "/new":
             state.messages.clear()
+        case "/image":
+            _attach(state, Path(rest.strip()).expanduser())
         case "/effort":
             state.options = replace(state.options, effort=rest.strip() or None)
         case "/system":
@@ -97,8 +107,22 @@ def _do(state: _Talk, text: str) -> None:
         case _ if word.startswith("/"):
             state.console.print(f"there is no {word}; /help lists what there is", style="dim", markup=False)
         case _:
-            state.messages.append({"role": "user", "content": text})
+            content = [*state.images, {"type": "text", "text": text}] if state.images else text
+            state.images = []
+            state.messages.append({"role": "user", "content": content})
             _answer(state)
+
+
+def _attach(state: _Talk, path: Path) -> None:
+    """Show a picture with the next message; the server says what it cannot read."""
+    try:
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        state.console.print(f"{path}: {error.strerror}", style="red", markup=False)
+        return
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    state.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
+    state.console.print(f"{path.name} goes with the next message", style="dim", markup=False)
 
 
 def _answer(state: _Talk) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from gnomon.data.dialects import openai_options as options
 from gnomon.data.dialects.asked import Refused
 from gnomon.data.dialects.fields import Fields, shown, wrong
+from gnomon.data.dialects.openai_chat import image
 from gnomon.data.dialects.tools import DEEPEST, depth, tool_name
 from gnomon.data.messages import Image, Message, Part, Text, ToolCall
 
@@ -116,7 +117,9 @@ def _image(block: Fields) -> Image:
     block.require("source")
     source = block.object("source")
     assert source is not None
-    if source.require("type") != "base64":
+    if source.require("type") == "url":
+        return image(source.require("url"), source.place("url"))
+    if source.get("type") != "base64":
         raise Refused(f"'{source.place('type')}' is {shown(source.get('type'))}; send the image itself, as base64", source.place("type"))
     media = _text(source, "media_type")
     try:

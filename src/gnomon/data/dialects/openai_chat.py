@@ -136,9 +136,11 @@ def _part(entry: Fields) -> Part:
 
 
 def image(url: Any, place: str) -> Image:
-    """The image of a `data:` address. Other addresses are refused: the server makes no requests of its own."""
+    """The image of a `data:` address. Addresses of files and of the web are passed on unread: a server may be allowed to read some."""
     if not isinstance(url, str):
         raise wrong(place, url, "a string")
+    if url.startswith(("file:", "http:", "https:")):
+        return Image(data=b"", media_type="", address=url)
     head, comma, data = url.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
         raise Refused(f"'{place}' is {shown(url)}; send the image itself: data:image/png;base64,…", place)
