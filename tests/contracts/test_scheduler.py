@@ -69,6 +69,30 @@ def test_a_short_request_does_not_wait_for_long_prompts_of_its_class():
     assert min(world.first[f"long{i}"] for i in range(8)) > world.first["short"]
 
 
+def test_steps_stay_small_for_a_while_after_a_short_prompt():
+    sizes = {}
+    for names in (("long",), ("long", "short")):
+        world = World(step_tokens=512, mixed_tokens=128)
+        for name in names:
+            world.submit(name, 10_000 if name == "long" else 60)
+        world.finish()
+        sizes[names[-1]] = [sum(length for _, length in step) for step in world.runner.steps]
+    assert set(sizes["long"][:-1]) == {512}
+    assert max(sizes["short"][1:63]) <= 128 and max(sizes["short"][64:]) == 512
+
+
+def test_a_short_prompt_is_through_with_the_next_step_whatever_runs():
+    world = World(step_tokens=512, mixed_tokens=128)
+    world.submit("long", 12_000)
+    for i in range(10):
+        world.step(3)  # one of the next steps is the oldest's
+        world.submit(f"short{i}", 60)
+        world.step()
+        assert world.first[f"short{i}"] == world.now
+    assert "long" not in world.first
+    world.finish()
+
+
 def test_a_long_prompt_moves_in_an_endless_stream_of_short_ones():
     world = World(step_tokens=64, mixed_tokens=64)
     world.submit("long", 640)

@@ -4,6 +4,7 @@ A prompt is cut at multiples of 64 only, counted from its beginning: the ends of
 Which class comes next is decided by credit: each class with work earns its share of every step's budget and pays for its pieces, so that
 long prompts of one class cannot starve the other. Within a class those come first that were put aside amid their output, then the prompt
 with the least left, so a short request does not wait behind a long one; every fourth step is the oldest's, so a long one always moves.
+Nor should the next short one wait for the end of a large step: for some time after the last, steps stay as small as beside decoding.
 
 A sequence that begins like a prompt on its way waits a few steps for what they share, rather than compute it a second time. It is admitted
 when all of its known tokens fit in memory, whole or not at all. When a decoding sequence finds no page, the last in rank (batch before
@@ -26,6 +27,8 @@ PIECE = 64
 """Tokens of a piece of a prompt: pieces end at multiples of it, as hash blocks do."""
 OLDEST_EVERY = 4
 """Every so many steps the oldest prompt of a class comes first instead of the shortest."""
+CAREFUL = 64
+"""Steps after a short interactive prompt in which others may come, so that steps stay small."""
 HEADROOM = 64
 """Tokens of room beyond its known ones that a sequence needs to be admitted, so that it is not put aside at once."""
 PATIENCE = 8
@@ -40,7 +43,7 @@ class ScheduleSettings:
 
     max_sequences: int = setting(64, "sequences that run at a time; others wait")
     step_tokens: int = setting(512, "tokens of prompts in a step where nothing decodes")
-    mixed_tokens: int = setting(128, "tokens of prompts in a step that also decodes: what bounds the time between two tokens")
+    mixed_tokens: int = setting(128, "the same in a step that also decodes, or soon after a short prompt: what bounds others' wait")
     interactive_share: float = setting(0.75, "share of the prompts' budget that the interactive class earns while both have work")
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class Scheduler:
         self.running: dict[int, Running] = {}
         self.impossible: list[tuple[Sequence, str]] = []
         self.steps = self.preemptions = self._releases = 0
+        self._short_at = -CAREFUL  # the step that last worked on a short interactive prompt
         self._credit: dict[Priority, float] = dict.fromkeys(PRIORITIES, 0.0)
 
     def add(self, sequence: Sequence) -> None:
@@ -106,7 +110,8 @@ class Scheduler:
         before = self.preemptions
         decoding = self._decoding()
         chunks = [Chunk(running, running.held.length, running.held.length + 1) for running in decoding]
-        budget = self.settings.mixed_tokens if decoding else self.settings.step_tokens
+        small = bool(decoding) or self.steps - self._short_at < CAREFUL
+        budget = self.settings.mixed_tokens if small else self.settings.step_tokens
         return chunks + self._prompts(budget, admit=self.preemptions == before)
 
     def _decoding(self) -> list[Running]:
@@ -142,7 +147,7 @@ class Scheduler:
                 groups[priority].popleft()
                 continue
             groups[priority][0] = running
-            sequence = running.sequence
+            sequence, short = running.sequence, self._short(running)
             start, done = running.held.length, planned[sequence.order].stop if sequence.order in planned else running.held.length
             stop = min(len(sequence.tokens), (done // PIECE + 1) * PIECE)
             if stop - done > budget:
@@ -150,8 +155,11 @@ class Scheduler:
             planned[sequence.order] = Chunk(running, start, stop)
             budget -= stop - done
             self._credit[priority] -= stop - done
+            if short:
+                self._short_at = self.steps
             full = sequence.request.prompt_logprobs and stop - start >= self._logprob_rows
-            if stop == len(sequence.tokens) or full:
+            shares = not short and any(self._short(other) for other in groups[priority])  # an oldest one's turn; the others have theirs
+            if stop == len(sequence.tokens) or full or shares:
                 groups[priority].popleft()
         return list(planned.values())
 
@@ -167,6 +175,11 @@ class Scheduler:
         oldest = self.steps % OLDEST_EVERY == 0
         found.sort(key=lambda entry: entry[2] if oldest else entry[:3])
         return deque(entry[3] for entry in found)
+
+    def _short(self, entry: Running | Sequence) -> bool:
+        """Whether a prompt is an interactive one that takes no more than a large step from its beginning to its end."""
+        sequence, known = (entry.sequence, entry.held.cached_tokens) if isinstance(entry, Running) else (entry, 0)
+        return sequence.request.priority == "interactive" and len(sequence.tokens) - known <= self.settings.step_tokens
 
     def _earn(self, budget: int, active: list[Priority]) -> None:
         """Classes with work earn their share; a class alone, or without work, neither saves nor owes."""
