@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, Self
 
 from gnomon.agent.fields import Fields
@@ -36,12 +37,12 @@ class Span:
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.token_ids):
+        if set(map(type, self.token_ids)) - {int} or min(self.token_ids, default=0) < 0:
             raise DataError("'token_ids': ids are whole numbers, 0 or more")
         for name in ("logprobs", "loss_mask"):
             if len(getattr(self, name)) not in (0, count):
                 raise DataError(f"'{name}': {len(getattr(self, name))} for {count} ids; there is one for each, or none at all")
-        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.logprobs):
+        if set(map(type, self.logprobs)) - {int, float} or not all(map(math.isfinite, self.logprobs)):
             raise DataError("'logprobs': must be finite numbers")
         if any(self.loss_mask) and (len(self.logprobs) != count or self.policy_version is None):
             raise DataError("'loss_mask': only what was sampled can be trained on; give its log-probabilities and the policy's version")
@@ -70,7 +71,7 @@ class Turn:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The ids of its spans."""
-        return tuple(i for span in self.spans for i in span.token_ids)
+        return tuple(chain.from_iterable(span.token_ids for span in self.spans))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +179,7 @@ class Trajectory:
 
     def token_ids(self, index: int) -> tuple[int, ...]:
         """All ids of the context up to the end of a turn."""
-        return tuple(i for step in self.path(index) for i in self.turns[step].token_ids)
+        return tuple(chain.from_iterable(span.token_ids for step in self.path(index) for span in self.turns[step].spans))
 
     def answer(self) -> str:
         """The text of the last message that the policy of the first context wrote; empty where there is none."""

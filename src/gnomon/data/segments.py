@@ -6,7 +6,7 @@ itself, a message cannot forge a marker, and no merge reaches across a border. U
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 
 from gnomon.data.chat import Encoded
 from gnomon.data.messages import Image
@@ -59,8 +59,8 @@ class Segments:
         ends = list(accumulate((len(run) for run in runs), initial=0))
         spans = [(start, stop) for (start, stop), inside in zip(pairwise(ends), self._fallback, strict=True) if inside]
         return Encoded(
-            tokens=tuple(index for run in runs for index in run),
-            mask=tuple(sampled for run, sampled in zip(runs, self._sampled, strict=True) for _ in run),
+            tokens=tuple(chain.from_iterable(runs)),
+            mask=tuple(chain.from_iterable(map(repeat, self._sampled, map(len, runs)))),
             fallback=_joined(spans),
             boundaries=tuple(sorted({ends[count] for count in self._boundaries})),
             images=tuple(self._images),
