@@ -17,7 +17,7 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from gnomon.sandbox.sandbox import Command, Result, Sandbox, Spec
 
 OUTPUT = b"".join(b"%04d drwxr-xr-x 2 user user 4096 file-%d.txt\n" % (i, i) for i in range(10))
 TASK = Task(id="work", prompt="Look around and say what there is.", image="host", check=Check(kind="exact", settings={"answer": "done"}))
+Door = Callable[[Any], contextlib.AbstractContextManager[tuple[str, str]]]
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run a command.", "parameters": {
     "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}]
 
@@ -73,16 +74,19 @@ class Machines:
 
 
 class Program:
-    """A program that speaks OpenAI's API: asks until an answer has no call. `door` gives the address and key of an attempt."""
+    """A program that speaks OpenAI's API: asks until an answer has no call. `door` gives an attempt its address and key, while it lasts."""
 
     name = "program"
 
-    def __init__(self, door: Callable[[Any], tuple[str, str]], client: httpx.AsyncClient) -> None:
+    def __init__(self, door: Door, client: httpx.AsyncClient) -> None:
         self.door, self.client = door, client
 
     async def run(self, task: Task, model: Any, box: Sandbox | None, *, effort: str | None = None) -> StopReason:
         """One attempt."""
-        url, key = self.door(model)
+        with self.door(model) as (url, key):
+            return await self._run(task, url, key)
+
+    async def _run(self, task: Task, url: str, key: str) -> StopReason:
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
         while True:
             body = {"model": "m", "messages": messages, "tools": TOOLS}
@@ -124,7 +128,7 @@ async def attempts(count: int, concurrency: int, way: Any, answers: ScriptedPoli
 
 
 @contextlib.asynccontextmanager
-async def bare(turns: int) -> AsyncIterator[Callable[[Any], tuple[str, str]]]:
+async def bare(turns: int) -> AsyncIterator[Door]:
     """A server that gives constant answers: calls until the conversation has so many turns."""
     call = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": json.dumps({"command": "ls -la /home/user/0"})}}
     answer, last = ({"choices": [{"message": {"role": "assistant", "content": "I look.", **more}}]}
@@ -145,12 +149,13 @@ async def bare(turns: int) -> AsyncIterator[Callable[[Any], tuple[str, str]]]:
         application = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
         serving = Server(uvicorn.Config(application, log_config=None, access_log=False, lifespan="off", ws="none"))
         running = asyncio.create_task(serving.serve(sockets=[listening]))
-        yield lambda model: (f"http://127.0.0.1:{listening.getsockname()[1]}", "none")
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield lambda model: contextlib.nullcontext((address, "none"))
         serving.should_exit = serving.force_exit = True
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def plain(count: int, concurrency: int, door: Callable[[Any], tuple[str, str]], client: httpx.AsyncClient) -> float:
+async def plain(count: int, concurrency: int, door: Door, client: httpx.AsyncClient) -> float:
     """The program alone, with nothing around it."""
     coming = iter(range(count))
     began = time.perf_counter()
@@ -176,8 +181,13 @@ async def measure(parsed: argparse.Namespace, chat: ChatFormat, folder: Path) ->
     answers, total = policy(parsed.turns, chat), parsed.rollouts * parsed.turns
     limits = httpx.Limits(max_connections=parsed.concurrency, max_keepalive_connections=parsed.concurrency)
     async with Gateway() as gateway, bare(parsed.turns) as door, httpx.AsyncClient(timeout=60, limits=limits) as client:
-        def admitted(model: Any) -> tuple[str, str]:
-            return gateway.url, gateway.admit(model).secret
+        @contextlib.contextmanager
+        def admitted(model: Any) -> Iterator[tuple[str, str]]:
+            visit = gateway.admit(model)
+            try:
+                yield gateway.url, visit.secret
+            finally:
+                gateway.leave(visit)
 
         loop = harness.opened("bash")
         program = Program(admitted, client)

@@ -56,7 +56,7 @@ async def entrants(recipe: EvalRecipe) -> AsyncIterator[Entrants]:
         tasks, backend = await _tasks(recipe, stack)
         policies = {name: await _policy(name, settings, recipe.folder, stack) for name, settings in recipe.policies.items()}
         made_of: dict[str, Any] = {_label(name): _rests_on(name) for name in recipe.harnesses}
-        made_of |= {name: to_dict(settings) for name, settings in recipe.policies.items()}
+        made_of |= {name: _answers(settings) for name, settings in recipe.policies.items()}
         yield Entrants(tasks=tasks, policies=policies, harnesses=harnesses, backend=backend, made_of=made_of)
 
 
@@ -115,5 +115,18 @@ async def _policy(name: str, settings: PolicySettings, folder: Path, stack: cont
     if settings.serve is not None:
         if "url" in table:
             raise ConfigError(f"'policies.{name}': has both 'serve' and 'settings.url'; keep one")
-        table["url"] = await stack.enter_async_context(serving(settings.serve, settings.serving, folder / f"serve-{slug(name)}.log"))
+        served = {"name": slug(name), **settings.serving}
+        url = await stack.enter_async_context(serving(settings.serve, served, folder / f"serve-{slug(name)}.log"))
+        tokenizer = settings.serve / "tokenizer"
+        ids = {"tokens": True, "tokenizer": str(tokenizer)} if tokenizer.is_dir() else {}
+        table = {"url": f"{url}/v1", "model": served["name"], **ids, **table}
     return policy.opened(settings.kind, table)
+
+
+def _answers(settings: PolicySettings) -> Any:
+    """What a policy rests on: its settings and, where a run is served, its weights, by their files' names, sizes and dates."""
+    if settings.serve is None:
+        return to_dict(settings)
+    files = sorted(settings.serve.rglob("*.safetensors")) if settings.serve.is_dir() else [settings.serve]
+    weights = [[str(file), status.st_size, status.st_mtime_ns] for file in files if file.exists() and (status := file.stat())]
+    return {**to_dict(settings), "weights": weights}
