@@ -16,6 +16,7 @@ from gnomon.agent import command as agent
 from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
 from gnomon.plan import command as plan
+from gnomon.posttrain import command as posttrain
 from gnomon.sandbox import command as sandbox
 from gnomon.serve import command as serve
 from gnomon.serve import verify_command as verify
@@ -48,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     train.declare_train(verbs.add_parser("train", help="pre-train from a recipe; the same command again resumes"))
     train.declare_sample(verbs.add_parser("sample", help="let a trained model continue a text"))
     train.declare_export(verbs.add_parser("export", help="write a run as a checkpoint in the released Hugging Face layout"))
+    posttrain.declare(verbs.add_parser("sft", help="fine-tune on conversations, quantisation-aware; the same command again resumes"))
+    posttrain.declare(verbs.add_parser("rl", help="reinforce a model on problems that are graded, at one effort; resumes"))
+    posttrain.declare(verbs.add_parser("distill", help="several teachers, one for each domain and effort, into one student; resumes"))
     serve.declare_serve(verbs.add_parser("serve", help="OpenAI- and Anthropic-compatible API and a chat page for a model"))
     serve.declare_chat(verbs.add_parser("chat", help="talk to a model in the terminal"))
 
@@ -153,7 +157,8 @@ def _kernels(parsed: argparse.Namespace) -> None:
 
 
 VERBS = {"tour": _tour, "train": train.train, "sample": train.sample, "export": train.export, "serve": serve.serve, "chat": serve.chat,
-         "eval": agent.run, "verify": verify.run, "show": _show, "sandbox": sandbox.run, "plan": plan.run, "kernels": _kernels}
+         "eval": agent.run, "verify": verify.run, "show": _show, "sandbox": sandbox.run, "plan": plan.run, "kernels": _kernels,
+         "sft": posttrain.sft, "rl": posttrain.rl, "distill": posttrain.distill}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,8 +7,11 @@ import pytest
 
 from gnomon.agent.evaluate_recipe import EvalRecipe
 from gnomon.model.config import ModelConfig
+from gnomon.posttrain.recipe import DistillRecipe, RLRecipe, SFTRecipe
 from gnomon.serve.settings import ServeSettings
 from gnomon.train.recipe import TrainRecipe
+
+CLASSES = [DistillRecipe, EvalRecipe, ModelConfig, RLRecipe, ServeSettings, SFTRecipe, TrainRecipe]
 
 
 def parts(hint: object) -> set[type]:
@@ -28,12 +31,12 @@ def undocumented(cls: type, seen: set[type]) -> list[str]:
     return missing + [line for f in dataclasses.fields(cls) for part in parts(hints[f.name]) for line in undocumented(part, seen)]
 
 
-@pytest.mark.parametrize("cls", [EvalRecipe, ModelConfig, ServeSettings, TrainRecipe])
+@pytest.mark.parametrize("cls", CLASSES)
 def test_fields_are_documented(cls: type) -> None:
     assert not undocumented(cls, set())
 
 
-@pytest.mark.parametrize("cls", [EvalRecipe, ModelConfig, ServeSettings, TrainRecipe])
+@pytest.mark.parametrize("cls", CLASSES)
 def test_configurations_cannot_change(cls: type) -> None:
     seen: set[type] = set()
     undocumented(cls, seen)

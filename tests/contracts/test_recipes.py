@@ -15,7 +15,7 @@ from gnomon.serve.settings import load as read_settings
 from gnomon.train.recipe import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
-RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem not in ("serve", "eval"))
+RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem not in ("serve", "eval", "sft"))
 
 
 def test_there_are_recipes() -> None:

@@ -41,7 +41,7 @@ class RoutedExperts(nn.Module):
     def own_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """The parameters themselves, or what MXFP4 makes of them; gradients then go straight through to the parameters."""
         if self.config.expert_weights == "mxfp4":
-            return tuple(fake_mxfp4(w, self.config.expert_scales) for w in (self.w1, self.w3, self.w2))  # type: ignore[return-value]
+            return tuple(fake_mxfp4(w, self.config.expert_scales) for w in (self.w1, self.w3, self.w2))
         return self.w1, self.w3, self.w2
 
     @property

@@ -1,0 +1,154 @@
+"""`gnomon sft`, `gnomon rl`, `gnomon distill`: their arguments, and what they do. Nothing heavy is imported until a verb runs.
+
+Read next: `recipe.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gnomon.model.transformer import Transformer
+    from gnomon.posttrain.effort import Budgets
+    from gnomon.posttrain.problem import ProblemSource
+    from gnomon.posttrain.recipe import RLRecipe
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments, which all three verbs share, to a parser."""
+    parser.add_argument("recipe", type=Path, help="a recipe; docs/posttraining.md has one of each kind")
+    parser.add_argument("overrides", nargs="*", metavar="key=value",
+                        help="fields to change, e.g. train.learner.optimizer.learning_rate=1e-4")
+
+
+def sft(parsed: argparse.Namespace) -> None:
+    """Fine-tune on conversations."""
+    from gnomon.data.chat import chat_format
+    from gnomon.data.tokenizer import Tokenizer
+    from gnomon.posttrain import demonstrations
+    from gnomon.posttrain.recipe import load_sft
+    from gnomon.posttrain.sft import fit
+
+    recipe, say = load_sft(parsed.recipe, tuple(parsed.overrides)), _say()
+    model, folder = starting(recipe.start_from, recipe.expert_weights, recipe.expert_inputs)
+    keep_tokenizer(folder, recipe.run)
+    form = chat_format(Tokenizer.load(recipe.run / "tokenizer"), recipe.chat_format)
+    examples = list(demonstrations.read(files(recipe.data), form))
+    say(f"{len(examples)} examples, {sum(len(each.token_ids) for each in examples):,} tokens")
+    rows = fit(model, examples, recipe.train, recipe.run, seed=recipe.seed, say=say)
+    last = f"last loss {rows[-1]['loss']:.4f}" if rows else "nothing was left to do"
+    say(f"{recipe.run}: {last}")
+
+
+def rl(parsed: argparse.Namespace) -> None:
+    """Reinforce one cell."""
+    from gnomon.posttrain.recipe import load_rl
+    from gnomon.posttrain.rl import Start, train
+
+    recipe, say = load_rl(parsed.recipe, tuple(parsed.overrides)), _say()
+    model, folder = starting(recipe.start_from)
+    keep_tokenizer(folder, recipe.run)
+    source = source_of(recipe.problems)
+    start = Start(model=model, source=source, budgets=_budgets(recipe, model, source, say), seed=recipe.seed, say=say)
+    rows = train(start, recipe.train, recipe.run)
+    for row in rows[-1:]:
+        say(f"{recipe.run}: accuracy {row['accuracy']:.2f}, within budget {row['score']:.2f}, T {row['spent']:.1f}")
+
+
+def distill(parsed: argparse.Namespace) -> None:
+    """Several teachers into one student."""
+    from gnomon.posttrain.distill import distill as run
+    from gnomon.posttrain.recipe import load_distill
+    from gnomon.posttrain.rl import Start
+    from gnomon.posttrain.teachers import Teachers
+
+    recipe, say = load_distill(parsed.recipe, tuple(parsed.overrides)), _say()
+    model, folder = starting(recipe.start_from)
+    keep_tokenizer(folder, recipe.run)
+    tokenizer = recipe.run / "tokenizer"
+    teachers = Teachers(recipe.teachers, model.config, tokenizer=tokenizer if tokenizer.is_dir() else None,
+                        temperature=recipe.train.sampling.temperature)
+    start = Start(model=model, source=source_of(recipe.problems), seed=recipe.seed, say=say)
+    for row in run(start, teachers, recipe.train, recipe.run)[-1:]:
+        say(f"{recipe.run}: divergence from the teachers {row['kl']:.3f} nats per token")
+
+
+def starting(folder: Path, weights: str | None = None, inputs: str | None = None) -> tuple[Transformer, Path]:
+    """The model of a run folder or a released checkpoint, and where its tokenizer is; experts quantised as asked, None: as they are."""
+    from gnomon.model.runs import load_model
+    from gnomon.model.transformer import Transformer
+    from gnomon.model.weights import load_pretrained
+    from gnomon.posttrain.sft import quantised
+
+    released = (folder / "config.json").is_file()
+    model = load_pretrained(folder).float() if released else load_model(folder)[0]
+    if weights is not None and inputs is not None:
+        tensors = model.state_dict()
+        model = Transformer(quantised(model.config, weights, inputs))  # type: ignore[arg-type]
+        model.load_state_dict(tensors)
+    return model, folder if released else folder / "tokenizer"
+
+
+def keep_tokenizer(source: Path, run: Path) -> None:
+    """Copy a tokenizer into a run folder, unless it has one or there is none."""
+    target = run / "tokenizer"
+    if source.is_dir() and not target.is_dir():
+        from gnomon.data.tokenizer import Tokenizer
+
+        run.mkdir(parents=True, exist_ok=True)
+        if (source / "config.json").is_file():
+            Tokenizer.load(source).save(target)
+        else:
+            shutil.copytree(source, target)
+
+
+def files(patterns: tuple[str, ...]) -> list[Path]:
+    """The files that names and globs stand for, in order. Raises `ConfigError` for one that stands for none."""
+    from glob import glob
+
+    from gnomon.errors import ConfigError
+
+    found = []
+    for pattern in patterns:
+        matches = sorted(glob(pattern, recursive=True))
+        if not matches:
+            raise ConfigError(f"'data' names {pattern}, and there is no such file; check the path")
+        found += [Path(match) for match in matches]
+    return found
+
+
+def source_of(name: str) -> ProblemSource:
+    """The problems that a dotted path stands for."""
+    from gnomon import extend
+
+    made: Any = extend.find("gnomon.posttrain", name, "Source")()
+    return made
+
+
+def _budgets(recipe: RLRecipe, model: Transformer, source: ProblemSource, say: Any) -> Budgets | None:
+    """b0 from its file, or measured on the weights that the run starts from."""
+    from gnomon.posttrain import effort
+    from gnomon.posttrain.rollout import Rollout, seed_of
+
+    if recipe.budgets is None:
+        return None
+    if recipe.budgets.exists():
+        return effort.Budgets.load(recipe.budgets)
+    rollouts = [Rollout(problem=source.problem(i), group=i, member=0, seed=seed_of(recipe.seed, 9, i))
+                for i in range(recipe.budget_rollouts)]
+    found = effort.measure(recipe.train.sampling.sampler(model, 0).sample(rollouts).finished, str(recipe.start_from))
+    recipe.budgets.parent.mkdir(parents=True, exist_ok=True)
+    found.save(recipe.budgets)
+    shown = ", ".join(f"{domain}/{kind} {tokens:.1f}" for (domain, kind), tokens in sorted(found.tokens.items()))
+    say(f"b0 measured on {recipe.start_from}: {shown}")
+    return found
+
+
+def _say() -> Any:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return lambda line: console.print(line, highlight=False, markup=False)

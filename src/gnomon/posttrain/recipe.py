@@ -1,0 +1,78 @@
+"""Recipes of post-training: `gnomon sft`, `gnomon rl`, `gnomon distill`, one TOML file each.
+
+`problems` is a dotted path `your_pkg.tasks:Source` to a class that is called without arguments and gives problems by number
+(`problem.py`); its folder must be importable. Read next: `command.py`, which runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gnomon import config as toml
+from gnomon.config import setting
+from gnomon.errors import ConfigError
+from gnomon.model.config import PRESETS
+from gnomon.posttrain.distill import DistillConfig
+from gnomon.posttrain.rl import RLConfig
+from gnomon.posttrain.sft import SFTConfig
+from gnomon.posttrain.teachers import TeacherConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTRecipe:
+    """Fine-tuning on conversations."""
+
+    run: Path = setting(Path("runs/sft"), "folder of the run")
+    seed: int = setting(0, "decides what is held out and the order of the examples")
+    start_from: Path = setting(doc="run folder, or a checkpoint in a released layout, whose weights and tokenizer are taken")
+    data: tuple[str, ...] = setting(doc="files and globs: chat files (.jsonl), ATIF documents (.json), trajectories (.jsonl)")
+    chat_format: str | None = setting(None, "xtml or kimi_linear; none: the one whose markers the tokenizer names")
+    expert_weights: Literal["full", "mxfp4"] = setting("mxfp4", "mxfp4: routed experts are trained as MXFP4 stores them")
+    expert_inputs: Literal["full", "mxfp8"] = setting("mxfp8", "mxfp8: what routed experts multiply is rounded to MXFP8")
+    train: SFTConfig = setting(SFTConfig(), "epochs, batches, optimiser")
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ConfigError("'data' is empty; name files of conversations")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLRecipe:
+    """Reinforcement learning in one cell."""
+
+    run: Path = setting(Path("runs/rl"), "folder of the run")
+    seed: int = setting(0, "decides every draw")
+    start_from: Path = setting(doc="run folder whose weights are taken")
+    problems: str = setting(doc="dotted path your_pkg.tasks:Source")
+    budgets: Path | None = setting(None, "file of b0, measured on the cold start if it is not there yet; none: no budget binds")
+    budget_rollouts: int = setting(300, "rollouts of the cold start that b0 is measured on")
+    train: RLConfig = setting(RLConfig(), "steps, pool, objective, effort")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillRecipe:
+    """Several teachers into one student."""
+
+    run: Path = setting(Path("runs/distill"), "folder of the run")
+    seed: int = setting(0, "decides every draw")
+    start_from: Path = setting(doc="run folder of the student's cold start")
+    problems: str = setting(doc="dotted path your_pkg.tasks:Source; each problem says its domain and effort")
+    teachers: tuple[TeacherConfig, ...] = setting(doc="one run folder for each (domain, effort)")
+    train: DistillConfig = setting(DistillConfig(), "steps, pool, mode")
+
+
+def load_sft(path: Path, overrides: tuple[str, ...] = ()) -> SFTRecipe:
+    """Read a recipe of `gnomon sft`."""
+    return toml.load(SFTRecipe, path, overrides, PRESETS)
+
+
+def load_rl(path: Path, overrides: tuple[str, ...] = ()) -> RLRecipe:
+    """Read a recipe of `gnomon rl`."""
+    return toml.load(RLRecipe, path, overrides, PRESETS)
+
+
+def load_distill(path: Path, overrides: tuple[str, ...] = ()) -> DistillRecipe:
+    """Read a recipe of `gnomon distill`."""
+    return toml.load(DistillRecipe, path, overrides, PRESETS)
