@@ -49,6 +49,15 @@ def text(page: Chromium, selector: str) -> str:
 
 
 @needs_browser
+def test_a_stream_without_its_end_is_broken(page: Chromium) -> None:
+    page.evaluate("""window.fetch = async () => new Response('data: {"choices": [{"delta": {"content": "half an ans"}}]}\\n\\n')""")
+    say(page, "hello")
+    page.until(READY.format(2))
+    assert text(page, "article.assistant .body") == "half an ans"
+    assert "broke off" in text(page, "article.assistant p.error")
+
+
+@needs_browser
 def test_a_conversation(page: Chromium, scripted: ScriptedEngine, chat: ChatFormat) -> None:
     scripted.cached, scripted.note = 64, "new from token 64 on"
     scripted.script = lambda request: spoken(chat, EVIL, reasoning="I <b>think</b>")
