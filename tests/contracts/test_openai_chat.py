@@ -58,6 +58,8 @@ def test_a_conversation_with_everything() -> None:
     system, user, assistant, tool, later = conversation.messages
     assert (system.role, system.text, user.name) == ("system", "be brief", "ann")
     assert user.content == (Text(text="see"), Image(data=b"png", media_type="image/png"))
+    away = openai_chat.image("https://x/y.png", "here")  # passed on: a server may be allowed to read it
+    assert away == Image(data=b"", media_type="", address="https://x/y.png")
     assert assistant.reasoning == "hm" and assistant.tool_calls == (ToolCall(id="c1", name="weather", arguments='{"city": "Bern"}'),)
     assert tool.tool_call_id == "c1" and tool.text == "rain" and later.tools[0].declaration == WEATHER
     assert conversation.tool_choice == "weather" and conversation.tools[0].declaration == WEATHER
@@ -98,7 +100,7 @@ def tool(**changes: Any) -> dict[str, Any]:
     ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "a string or a list of parts"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type", "text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "ftp://x/y.png"}}]}]},
      "messages[0].content[0].image_url.url", "send the image itself"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,??"}}]}]},
      "messages[0].content[0].image_url.url", "base64"),

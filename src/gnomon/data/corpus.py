@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gnomon.data.cleaning import CleanConfig, Cleaner
 from gnomon.data.readers import read_texts
 from gnomon.errors import ConfigError, DataError
 
@@ -44,13 +45,24 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """A fixed list of files and the way to read one; iterating yields its documents, without blank ones and duplicates."""
+    """A fixed list of files and the way to read one; iterating yields its documents, without blank ones and duplicates.
+
+    `clean` throws out more (`cleaning.py`).
+    """
 
     files: tuple[Path, ...]
     read: Callable[[Path], Iterable[str]] = read_texts
     reading: str = "text"  # names what `read` does, so that another way of reading gives another key
+    clean: CleanConfig | None = None
 
     def __iter__(self) -> Iterator[Document]:
+        if self.clean is None:
+            yield from self._documents()
+            return
+        cleaner = Cleaner(self.clean)
+        yield from (document for document in self._documents() if cleaner.keeps(document.text, document.source))
+
+    def _documents(self) -> Iterator[Document]:
         seen: set[bytes] = set()
         for path in self.files:
             for row, text in enumerate(self.read(path)):
@@ -66,7 +78,8 @@ class Corpus:
             stats = [(str(path.resolve()), path.stat()) for path in self.files]
         except OSError as error:
             raise DataError(f"{error.filename} cannot be read: {error.strerror}; the list of sources is out of date") from None
-        facts = [self.reading, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
+        reading = self.reading if self.clean is None else f"{self.reading}, {self.clean}"
+        facts = [reading, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property
@@ -75,7 +88,7 @@ class Corpus:
         return sum(path.stat().st_size for path in self.files)
 
 
-def open_corpus(sources: str | Path | Sequence[str | Path], text_field: str = "text") -> Corpus:
+def open_corpus(sources: str | Path | Sequence[str | Path], text_field: str = "text", clean: CleanConfig | None = None) -> Corpus:
     """The corpus of files, folders and globs (``**`` allowed); a folder contributes the text files below it.
 
     `text_field` is the field or column that holds the text in ``.jsonl`` and ``.parquet`` files. Raises DataError when a
@@ -85,7 +98,7 @@ def open_corpus(sources: str | Path | Sequence[str | Path], text_field: str = "t
     if not listed:
         raise DataError("the corpus has no sources: name at least one file, folder or glob")
     files = dict.fromkeys(path for source in listed for path in _expand(source))
-    return Corpus(files=tuple(files), read=lambda path: read_texts(path, text_field), reading=f"text:{text_field}")
+    return Corpus(files=tuple(files), read=lambda path: read_texts(path, text_field), reading=f"text:{text_field}", clean=clean)
 
 
 def documents(sources: str | Path | Sequence[str | Path], text_field: str = "text") -> Iterator[Document]:

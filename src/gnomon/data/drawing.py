@@ -73,20 +73,20 @@ def scene(width: int, height: int, paper: Colour, shapes: Sequence[Shape]) -> Im
     return image.reduce(_FINE)
 
 
-def line(text: str, width: int, height: int, *, scale: float = 2.0, at: tuple[int, int] = (0, 0), ink: Colour = (0, 0, 0),
+def line(text: str, size: tuple[int, int], *, scale: tuple[float, float], at: tuple[int, int] = (0, 0), ink: Colour = (0, 0, 0),
          paper: Colour = (255, 255, 255)) -> Image.Image:
-    """A line of text, its top left corner `at`; each letter is 6 x 11 pixels times `scale`."""
-    image = Image.new("RGB", (width, height), paper)
+    """A line of text, its top left corner `at`; each letter is 6 x 11 pixels times `scale`, which may be wider than high."""
+    image = Image.new("RGB", size, paper)
     write(image, text, at, scale, ink)
     return image
 
 
-def write(image: Image.Image, text: str, at: tuple[int, int], scale: float, ink: Colour) -> None:
+def write(image: Image.Image, text: str, at: tuple[int, int], scale: tuple[float, float], ink: Colour) -> None:
     """Set text on a picture."""
     letters = getattr(ImageFont, "load_default_imagefont", ImageFont.load_default)()
     mask = Image.new("L", (_LETTER[0] * len(text), _LETTER[1]))
     ImageDraw.Draw(mask).text((0, 0), text, fill=255, font=letters)
-    size = max(1, round(mask.width * scale)), max(1, round(mask.height * scale))
+    size = max(1, round(mask.width * scale[0])), max(1, round(mask.height * scale[1]))
     image.paste(ink, at, mask.resize(size, Image.Resampling.BICUBIC))
 
 
@@ -99,11 +99,11 @@ def bars(names: Sequence[str], values: Sequence[int], most: int, colours: Sequen
     for value in range(most + 1):
         y = round(floor - value * step)
         pen.line([(20, y), (image.width - 4, y)], fill=(225, 225, 225) if value else (0, 0, 0))
-        write(image, str(value), (2, y - 6), 1.0, (90, 90, 90))
+        write(image, str(value), (2, y - 6), (1.0, 1.0), (90, 90, 90))
     for place, (name, value, colour) in enumerate(zip(names, values, colours, strict=True)):
         left = 28 * (place + 1) - 4
         pen.rectangle([left, round(floor - value * step), left + 18, floor - 1], fill=colour)
-        write(image, name, (left + 4, floor + 2), 1.5, (0, 0, 0))
+        write(image, name, (left + 4, floor + 2), (1.5, 1.5), (0, 0, 0))
     return image
 
 

@@ -46,20 +46,20 @@ def read_line(random: Random) -> Shown:
 
 
 def read_word(random: Random) -> Shown:
-    """A shorter line, of one to eleven letters and digits."""
-    return _line(random, "word", int(random.integers(1, 12)))
+    """A shorter line, of one to eleven letters and digits, short ones more often: who cannot read yet learns letters from them."""
+    return _line(random, "word", 1 + int(11 * random.random() ** 2))
 
 
 def _line(random: Random, kind: str, characters: int) -> Shown:
     text = "".join(LETTERS[index] for index in random.integers(len(LETTERS), size=characters))
-    scale = float(random.uniform(2.0, 2.4))
+    scale = float(random.uniform(3.6, 4.6)), float(random.uniform(2.0, 2.4))
     height = 28
-    room = height - 11 * scale
+    room = height - 11 * scale[1]
     at = int(random.integers(0, 6)), int(random.integers(0, max(1, int(room)) + 1))
-    width = int(6 * scale * characters) + 8
+    width = int(6 * scale[0] * characters) + 8
     dark, light = _shade(random, 0, 90), _shade(random, 170, 256)
     ink, paper = (light, dark) if random.random() < 0.25 else (dark, light)
-    image = drawing.line(text, width, height, scale=scale, at=at, ink=ink, paper=paper)
+    image = drawing.line(text, (width, height), scale=scale, at=at, ink=ink, paper=paper)
     return Shown(kind=kind, parts=(image,), question="Read the line.", answer=text, spelled=True)
 
 

@@ -121,8 +121,8 @@ def long_questions(material: Material) -> list[LongContext]:
 
 def _corpus(source: SourceConfig) -> Corpus:
     if source.paths:
-        return open_corpus(source.paths, source.text_field)
-    return default_corpus(source.max_bytes or DEFAULT_BYTES)
+        return open_corpus(source.paths, source.text_field, source.clean)
+    return replace(default_corpus(source.max_bytes or DEFAULT_BYTES), clean=source.clean)
 
 
 def _provide_tokenizer(recipe: TrainRecipe, corpora: list[Corpus], say: Say) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from gnomon import config as toml
 from gnomon.config import setting
+from gnomon.data.cleaning import CleanConfig
 from gnomon.data.long_context import LongConfig
 from gnomon.data.pictures import PicturesConfig
 from gnomon.errors import ConfigError
@@ -28,6 +29,7 @@ class SourceConfig:
     text_field: str = setting("text", "field that holds the text in jsonl and parquet files")
     max_bytes: int | None = setting(None, "only with empty paths: bytes of text to take from this machine; none: all the default takes")
     long: LongConfig | None = setting(None, "strew evidence of small tasks over windows of this text (report §3.4); none: plain documents")
+    clean: CleanConfig | None = setting(None, "throw out near copies, binary matter, logs and files cut off; none: equal texts only")
     pictures: PicturesConfig | None = setting(None, "pictures that a program makes, instead of text; needs [model.vision]")
 
     def __post_init__(self) -> None:
