@@ -17,7 +17,9 @@ from gnomon.agent.rollout import Rollout, attempt
 from gnomon.agent.task import Budget, Check, Task
 from gnomon.agent.trajectory import Trajectory
 from gnomon.agent.verifier import judge
+from gnomon.data.chat import chat_format
 from gnomon.data.messages import Conversation, Message
+from gnomon.data.tokenizer import train_tokenizer
 from gnomon.errors import ConfigError, GnomonError, PolicyError, SandboxError, Unsupported
 from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.sandbox import Backend, Network
@@ -54,13 +56,13 @@ def attempted(chosen: ProgramHarness, policy: Any, task: Task = TASK,
             backend: Backend = await open_backend("namespaces")
         except Unsupported as error:
             pytest.skip(f"no sandboxes here: {error}")
-        recorder = Recorder(policy, Trajectory(id="t-1", task_id=task.id), task.budget)
         try:
             try:
                 spec = await chosen.fitted(machine.spec(task, "agent"))
             except ConfigError as error:
                 pytest.skip(f"cannot be installed here: {error}")
             box = await machine.made(task, backend, spec)
+            recorder = Recorder(policy, Trajectory(id="t-1", task_id=task.id), task.budget)  # its seconds begin once all is installed
             try:
                 try:
                     ended: Any = await chosen.run(task, recorder, box)
@@ -69,9 +71,9 @@ def attempted(chosen: ProgramHarness, policy: Any, task: Task = TASK,
                 score = await judge(task, recorder.trajectory, box, backend)
                 return ended, recorder, (await look(box), score) if look else score
             finally:
+                await recorder.close()
                 await box.kill()
         finally:
-            await recorder.close()
             await backend.close()
 
     return asyncio.run(run())
@@ -80,10 +82,12 @@ def attempted(chosen: ProgramHarness, policy: Any, task: Task = TASK,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", program.names())
 def test_a_real_program_solves_a_task(name: str) -> None:
-    ended, recorder, score = attempted(ProgramHarness(program.program(name)), ScriptedPolicy(works))
+    chat = chat_format(train_tokenizer([Path(program.__file__).read_text(encoding="utf-8")], 600))
+    ended, recorder, score = attempted(ProgramHarness(program.program(name)), ScriptedPolicy(works, chat))
     turns = recorder.trajectory.turns
     assert ended == "finished" and score.reward == 1.0, (ended, score)
     assert len(turns) == 2 and turns[1].parent == 0 and any(tool["name"] in COMMANDS for tool in turns[0].notes["tools"])
+    assert [[span.sampled for span in turn.spans] for turn in turns] == [[False, True], [False, True]]  # to the id, one context
     assert any("2 and 2" in message.text for message in turns[0].messages) and turns[1].messages[0].role == "tool"
 
 
