@@ -94,8 +94,8 @@ def start(workplace: Path, repository: Path) -> Any:
         process.communicate()
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=WAIT)
+def ended(process: subprocess.Popen[str], seconds: float = WAIT) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
 
@@ -200,6 +200,23 @@ def test_a_run_folder_is_served_for_as_long_as_it_is_asked(base: Any, tmp_path: 
     url = asyncio.run(served())
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/v1/models")
+
+
+@pytest.mark.slow
+def test_a_run_folder_is_a_policy_whose_ids_are_on_record(base: Any, start: Any, workplace: Path) -> None:
+    """The small run is served by a process of its own; it solves nothing, is judged, and what it sampled is on record to the id."""
+    (workplace / "go").touch()
+    served = (f'policies.small.serve="{base.run}"', "policies.small.serving.cache.memory_bytes=67108864", "budget.tokens=48")
+    status, out, err = ended(start("eval", "eval.toml", *served), seconds=600)
+    assert status == 0, err
+    columns = {column["policy"]: column for column in figures(workplace)["columns"]}
+    assert (columns["small"]["scored"], columns["small"]["excluded"]) == (4, 0)
+    for attempt in figures(workplace)["attempts"]:
+        if attempt["id"].startswith("small"):
+            [turn] = trajectory_file.read(workplace / "run" / attempt["path"]).turns
+            assert turn.spans[-1].sampled
+            assert len(turn.spans[-1].logprobs) == len(turn.spans[-1].token_ids) > 0
+    assert "small" in out
 
 
 @pytest.mark.slow
