@@ -50,6 +50,7 @@ struct Set {
         const Bits words = bits(p);
         return {value(words >> (4 * k)), value(words >> (16 + 4 * k))};
     }
+    static INLINE Sum dot(Sum sum) { return sum; }
     static INLINE Both both(const Input* x) { return x; }
     static INLINE Sum add_pair(Sum sum, Pair w, Both x) { return w.even * x[0] + (w.odd * x[1] + sum); }
     static INLINE Sum scale(const uint8_t* p) {

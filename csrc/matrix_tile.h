@@ -3,7 +3,7 @@
  *
  * S has: LANES of a vector; ROWS, the most rows of one tile; columns(R), neighbouring vectors of outputs in a tile of R rows; CHUNK, blocks
  * of MXFP4 that are decoded at once for many rows; Sum, a vector of fp32; Input, how a rounded input is stored; Pair, weights of two inputs
- * ready for products; Both, two inputs in all lanes. A tile keeps R x C sums in registers and walks its inputs in order, so that an output
+ * ready for products; Both, two inputs in all lanes; dot, which takes from a sum of decoded weights the power of two they carry. A tile keeps R x C sums in registers and walks its inputs in order, so that an output
  * is one chain of additions, the same for every R and C.
  */
 
@@ -119,7 +119,7 @@ struct Codes {
             for (int c = 0; c < C; ++c) {
                 const typename S::Sum scale = S::scale(t.scales + block * t.lanes + lane + c * S::LANES);
 #pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) totals[r][c] = S::multiply_add(scale, dots[r][c], totals[r][c]);
+                for (int r = 0; r < R; ++r) totals[r][c] = S::multiply_add(scale, S::dot(dots[r][c]), totals[r][c]);
             }
         }
         finish<S, R, C>(t, row, lane, totals);
@@ -144,7 +144,7 @@ struct Decoded {
                 for (int r = 0; r < R; ++r) {
                     float* total = totals + r * GROUP + c * S::LANES;
                     const typename S::Sum before = block == 0 ? S::zero() : S::load(total);
-                    S::write(total, S::LANES, S::multiply_add(scale, dots[r][c], before), false);
+                    S::write(total, S::LANES, S::multiply_add(scale, S::dot(dots[r][c]), before), false);
                 }
             }
         }

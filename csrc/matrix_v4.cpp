@@ -45,6 +45,7 @@ struct Set {
         const __m512 table = _mm512_load_ps(CODES); /* an index is its low four bits */
         return {_mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * k), table), _mm512_permutexvar_ps(_mm512_srli_epi32(words, 16 + 4 * k), table)};
     }
+    TARGET static INLINE Sum dot(Sum sum) { return sum; }
     TARGET static INLINE Both both(const Input* x) { return x; }
     TARGET static INLINE Sum add_pair(Sum sum, Pair w, Both x) {
         return _mm512_fmadd_ps(w.even, _mm512_set1_ps(x[0]), _mm512_fmadd_ps(w.odd, _mm512_set1_ps(x[1]), sum));

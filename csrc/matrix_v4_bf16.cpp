@@ -35,6 +35,7 @@ struct Set {
     TARGET static INLINE Pair decode(const char* p, int k) {
         return _mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), 4 * k), _mm512_load_si512(CODES));
     }
+    TARGET static INLINE Sum dot(Sum sum) { return sum; }
     TARGET static INLINE Both both(const Input* x) {
         int32_t bits;
         __builtin_memcpy(&bits, x, sizeof bits);
