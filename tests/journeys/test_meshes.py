@@ -68,15 +68,15 @@ def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, rows: Any
 
 def test_pairs_of_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
     meshes = {"experts and shared-out copies": [{"expert": 2, "data": 2, "zero": 1}],
-              "experts and tokens": [{"expert": 2, "context": 2}],
-              "moved": [{"expert": 4}, {"context": 2, "zero": 1}],
-              "stages and tokens": [{"pipeline": 2, "virtual": 2, "context": 2, "zero": 1}]}
+              "from experts to stages and tokens": [{"expert": 4}, {"pipeline": 2, "virtual": 2, "context": 2, "zero": 1}]}
     check_meshes(meshes, recipe, rows, tmp_path, repository)
 
 
 @pytest.mark.slow
 def test_single_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
-    meshes = {"copies": [{}], "stages": [{"pipeline": 4}], "stages and copies": [{"pipeline": 2, "virtual": 1}],
+    meshes = {"copies": [{}], "experts and tokens": [{"expert": 2, "context": 2}],
+              "from experts to tokens": [{"expert": 4}, {"context": 2, "zero": 1}],
+              "stages": [{"pipeline": 4}], "stages and copies": [{"pipeline": 2, "virtual": 1}],
               "stages and experts": [{"pipeline": 2, "expert": 2}], "shared-out copies": [{"zero": 1}],
               "experts and copies": [{"expert": 2}],
               "experts": [{"expert": 4}], "tokens": [{"context": 4}]}
