@@ -29,7 +29,7 @@ def run_on(ranks: int, recipe, folder: Path, repository: Path) -> subprocess.Com
     program.write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(program), str(path)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_two_ranks_give_the_losses_and_biases_of_one(base, recipe, rows, tmp_path, repository):
