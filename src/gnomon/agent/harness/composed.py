@@ -105,8 +105,8 @@ class Composed:
 
     async def _places(self, desk: Desk, tools: list[Bound], task: str) -> dict[str, str]:
         listed = "\n".join(f"- {skill.name}: {skill.about}" for skill in self.skills.values())
-        return {"task": task, "workdir": desk.workdir, "tools": self.wire.instructions(tools) if tools else "", "skills": listed,
-                "memory": await recalled(desk), "instructions": await self._instructions(desk)}
+        return {"task": task, "workdir": desk.workdir, "tools": self.wire.instructions(tools) if tools else "",
+                "skills": listed or "(none)", "memory": await recalled(desk) or "(none)", "instructions": await self._instructions(desk)}
 
     async def _instructions(self, desk: Desk) -> str:
         """What the files that address agents say, where the working directory has them."""
