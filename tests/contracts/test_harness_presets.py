@@ -285,3 +285,18 @@ def test_tagged_calls_are_read_from_text() -> None:
     told = [conversation.messages[-1].text for conversation in seen[1:]]
     assert told[0] == "<tool_response>\n1. [] look\n</tool_response>" and "an object with 'name'" in told[1] and "without" in told[2]
     assert "has no argument ''" in told[3]
+
+
+def test_a_public_verifier_may_be_asked_a_few_times(machines: Machines) -> None:
+    async def test(box: Sandbox) -> None:
+        task = Task(id="t", prompt="Mend a.py.", image="host", workdir="/home/user/work", check=Check(kind="hidden"),
+                    diagnosis=Check(kind="files", settings={"files": {"/home/user/work/a.py": {"contains": "y = 3"}}}))
+        mend = say("", ("exec_command", {"cmd": "sed -i s/2/3/ a.py"}))
+        recorder = Recorder(ScriptedPolicy([say("", ("submit", {})), mend, *[say("", ("submit", {"note": "now"}))] * 3, "Done."]),
+                            Trajectory(id="a", task_id="t"))
+        assert await harness.opened("codex").run(task, recorder, box) == "finished"
+        told = [message.text for message in recorder.trajectory.messages() if message.role == "tool"]
+        assert told[0].startswith("Diagnosis: 0") and told[2].startswith("Diagnosis: 1") and "1 of 3" in told[2]
+        assert "all were made" in told[4]
+
+    machines.use(test)

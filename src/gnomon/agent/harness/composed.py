@@ -18,7 +18,7 @@ from gnomon.agent.harness.fault import Fault
 from gnomon.agent.harness.loop import Loop
 from gnomon.agent.harness.memory import recalled
 from gnomon.agent.harness.observation import bounded, clean
-from gnomon.agent.harness.spec import HarnessSpec
+from gnomon.agent.harness.spec import HarnessSpec, ToolUse
 from gnomon.agent.harness.tool import Bound
 from gnomon.agent.task import Task
 from gnomon.agent.trajectory import StopReason
@@ -30,6 +30,7 @@ from gnomon.sandbox.sandbox import Sandbox
 PLACES = ("task", "workdir", "tools", "skills", "memory", "instructions")
 PLACE = re.compile(rf"\{{({'|'.join(PLACES)})\}}")
 INSTRUCTION_CHARACTERS = 20_000
+SUBMIT = "submit"  # the tool of tasks that have a public verifier
 
 
 class Composed:
@@ -77,6 +78,8 @@ class Composed:
             desk.ask = lambda prompt, context: self._called(desk, prompt, context, effort)
         tools = [tool for tool in self.tools if desk.box is not None or not tool.kind.machine]
         tools = [tool for tool in tools if desk.ask is not None or self.spec.tools[tool.name].kind != "agent"]
+        if desk.task.diagnosis is not None and not below and SUBMIT not in self.spec.tools:
+            tools.append(Bound(SUBMIT, ToolUse(kind="submit")))
         try:
             places = await self._places(desk, tools, request if below else self.context.begin(desk, request))
             system = self._system(desk, places)
