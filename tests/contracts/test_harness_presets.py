@@ -266,7 +266,18 @@ def test_a_recipe_of_ones_own_begins_with_a_preset(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "codex"\n[tools.exec_command.settings]\nwait = 1.0\n[wire]\nkind = "tagged"\n')
     opened = harness.opened(recipe)
-    assert opened.name == "mine" and isinstance(harness.spec(recipe).tools["exec_command"].settings["wait"], float)
+    assert opened.name == "mine" and harness.spec(recipe).tools["exec_command"].settings == {"wait": 1.0}
+    other = tmp_path / "other.toml"
+    other.write_text('extends = "mine.toml"\ncontext.kind = "none"\ntools.apply_patch.kind = "ls"\nturns = 9\n')
+    spec = harness.spec(other, ["tools.write_stdin.kind=plan", "tools.write_stdin.settings.text=words"])
+    assert (spec.name, spec.turns, spec.wire.kind, spec.context.settings) == ("other", 9, "tagged", {}), "another kind, no old settings"
+    assert not spec.tools["apply_patch"].arguments and spec.tools["write_stdin"].settings == {"text": "words"}
+    assert spec.tools["exec_command"].arguments, "what was not changed stays"
+    for text, complaint in (('extends = "other.toml"', "circle"), ("extends = 3", "must be a preset"), ("tools = 3", "'tools'"),
+                            ('extends = "codx"', "did you mean 'codex'"), ("x = ", "cannot be read"), ('context = "none"', "'context'")):
+        other.write_text(text)
+        with pytest.raises(ConfigError, match=complaint):
+            harness.spec(other)
 
 
 def test_tagged_calls_are_read_from_text() -> None:

@@ -64,7 +64,12 @@ def names() -> list[str]:
 
 def known(name: str) -> bool:
     """Whether a name is that of a program, or a TOML file one that says a command."""
-    return name.startswith(PREFIX) or (name.endswith(".toml") and Path(name).is_file() and "argv" in read_toml(Path(name)))
+    if name.startswith(PREFIX) or not (name.endswith(".toml") and Path(name).is_file()):
+        return name.startswith(PREFIX)
+    try:
+        return "argv" in read_toml(Path(name))
+    except ConfigError:
+        return False  # it may begin with a preset of harnesses; what else is wrong with it is said when it is opened as one
 
 
 def program(name: str) -> Program:

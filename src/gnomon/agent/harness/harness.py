@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from gnomon import config, extend
 from gnomon.agent import program
@@ -53,18 +54,53 @@ def names() -> list[str]:
 
 def spec(name: str | Path, overrides: Sequence[str] = ()) -> HarnessSpec:
     """The spec of a preset or of a file; overrides are `a.b=c`. Raises `ConfigError` for one that does not exist, or that is malformed."""
-    text = str(name)
+    path = _place(str(name), Path())
+    table = {"name": path.stem, **_table(path, ())}
+    for override in overrides:
+        table = _over(table, config.apply_overrides({}, [override]))
+    return config.from_dict(HarnessSpec, table, f"harness {name}")
+
+
+def _place(text: str, folder: Path) -> Path:
     if text.endswith(".toml"):
-        path = Path(text)
-    elif text in names():
-        path = PRESETS / f"{text}.toml"
-    else:
+        return folder / text
+    if text not in names():
         raise ConfigError(f"harness '{text}': no such preset{extend.suggestion(text, names())} (choices: {', '.join(names())}; a file "
                           "ending in .toml; or 'your_pkg.module:Class')")
-    given = [] if any(word.split("=")[0].strip() == "name" for word in overrides) else [f"name={config.toml_string(path.stem)}"]
-    table = config.read_toml(path, PRESETS)
-    table = config.apply_overrides(table, [*([] if "name" in table else given), *overrides], PRESETS)
-    return config.from_dict(HarnessSpec, table, f"harness {text}")
+    return PRESETS / f"{text}.toml"
+
+
+def _table(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The table of a file over the one that it extends. A name is the file's own: it is not taken over."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: 'extends' goes round in a circle")
+    try:
+        own = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"harness '{path}' cannot be read: {error}") from None
+    below = own.pop("extends", None)
+    if below is None:
+        return own
+    if not isinstance(below, str):
+        raise ConfigError(f"{path}: 'extends' must be a preset or a file, not {below!r}")
+    base = _table(_place(below, path.parent), (*seen, path.resolve()))
+    return _over({key: value for key, value in base.items() if key != "name"}, own)
+
+
+def _over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """One table over another; a part that becomes another kind leaves behind what was said of the one that it was."""
+    base = dict(below)
+    for part in ("wire", "context"):
+        base[part] = _kept(below.get(part, {}), own.get(part))
+    tools, changed = below.get("tools", {}), own.get("tools")
+    if isinstance(tools, Mapping) and isinstance(changed, Mapping):
+        base["tools"] = {name: _kept(use, changed.get(name)) for name, use in tools.items()}
+    return config.merge({key: value for key, value in base.items() if value != {}}, own)
+
+
+def _kept(before: Any, after: Any) -> Any:
+    other = isinstance(before, Mapping) and isinstance(after, Mapping) and after.get("kind", before.get("kind")) != before.get("kind")
+    return {} if other else before
 
 
 def opened(name: str | Path, overrides: Sequence[str] = ()) -> Harness:
