@@ -307,7 +307,7 @@ def test_a_public_verifier_may_be_asked_a_few_times(machines: Machines) -> None:
                             Trajectory(id="a", task_id="t"))
         assert await harness.opened("codex").run(task, recorder, box) == "finished"
         told = [message.text for message in recorder.trajectory.messages() if message.role == "tool"]
-        assert told[0].startswith("Diagnosis: 0") and told[2].startswith("Diagnosis: 1") and "1 of 3" in told[2]
-        assert "all were made" in told[4]
+        assert told[0].startswith("Public check: 0") and told[2].startswith("Public check: 1") and "1 of 3" in told[2]
+        assert "submissions are used" in told[4]
 
     machines.use(test)
