@@ -43,7 +43,7 @@ def program(registry: Registry, text: str) -> subprocess.Popen[str]:
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for something that another process does."""
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.01)

@@ -273,7 +273,7 @@ def test_a_stream_ends_in_time_and_says_why(port: int, made: dict[str, Any]) -> 
     headers = {**inside(made), "Content_Type": "application/connect+json", "Connect_Timeout_Ms": "500"}
     began = time.monotonic()
     _, _, said = ask(port, "POST", "/process.Process/Start", start, **headers)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50
     events = []
     while said:
         flags, length = struct.unpack_from(">BI", said)
