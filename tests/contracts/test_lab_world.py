@@ -9,7 +9,7 @@ import pytest
 
 from gnomon.agent.trajectory import Score
 from gnomon.errors import DataError, TrainingError
-from gnomon.posttrain.lab import gate
+from gnomon.posttrain import gate
 from gnomon.posttrain.lab.bench import Bench
 from gnomon.posttrain.lab.coding import repaired
 from gnomon.posttrain.lab.domain import Line

@@ -24,7 +24,7 @@ SHAPE = ("vocab_size=64", "hidden_size=64", "num_hidden_layers=4", "intermediate
          "mixers.mla.qk_nope_head_dim=16", "mixers.mla.qk_rope_head_dim=8", "mixers.mla.v_head_dim=16", "moe.num_experts=8",
          "moe.num_experts_per_token=2", "moe.moe_intermediate_size=64", "moe.num_shared_experts=1", "moe.routed_expert_hidden_size=32",
          "initializer_range=0.2")
-needs_library = pytest.mark.skipif(native.lacks("gnomon_grouped_forward_mxfp8") is not None, reason="the C++ library is not built, or old")
+needs_library = pytest.mark.skipif(native.unavailable() is not None, reason="the C++ library is not built")
 
 
 def shape(*, weights: str = "mxfp4", inputs: str = "mxfp8", scales: str = "even") -> ModelConfig:
@@ -110,7 +110,7 @@ def test_masters_keep_learning_below_the_step_of_the_format() -> None:
     assert torch.equal(w1, fake_mxfp4(layer.w1)) and not torch.equal(w1, layer.w1)
     net(TOKENS).log_softmax(-1)[..., 0].sum().backward()
     assert layer.w1.grad is not None and layer.w1.grad.abs().sum() > 0 and layer.w2.grad is not None
-    assert native.lacks("gnomon_grouped_forward_mxfp8") == refuse(net.config) or operator.reference_forced()
+    assert native.unavailable() == refuse(net.config) or operator.reference_forced()
 
 
 def test_inputs_that_nobody_here_rounds(tmp_path: Path) -> None:

@@ -16,11 +16,8 @@ from torch import Tensor
 import gnomon
 from gnomon.errors import KernelError
 
-ABI = 3  # GNOMON_ABI in csrc/gnomon.h
+ABI = 4  # GNOMON_ABI in csrc/gnomon.h
 LIBRARY = "GNOMON_LIBRARY"  # in the environment: a library to load instead of the package's, for instance an instrumented one
-
-LATER = ("gnomon_grouped_forward_mxfp8", "gnomon_grouped_backward_mxfp8")
-"""Functions that a library of this interface may lack when it was built before them; without them experts do not run on MXFP8 inputs."""
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES = {
@@ -97,11 +94,6 @@ def refuse(**tensors: Tensor | None) -> str | None:
     return unavailable()
 
 
-def lacks(function: str) -> str | None:
-    """Why a function of the library cannot be used, or `None` if it can."""
-    return unavailable() or (None if hasattr(library(), function) else f"the library was built before {function} existed: reinstall gnomon")
-
-
 def instruction_set() -> str:
     """What the kernels of the loaded library use on this machine, for instance `x86-64-v4 with AVX512-BF16`."""
     return library().gnomon_instruction_set().decode()
@@ -129,8 +121,6 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         if built != ABI:
             return None, f"{found[0]} was built from other sources (interface {built}, this package needs {ABI}): reinstall gnomon"
         for function, arguments in _SIGNATURES.items():
-            if function in LATER and not hasattr(loaded, function):
-                continue
             getattr(loaded, function).argtypes = arguments
             getattr(loaded, function).restype = None
     except (OSError, AttributeError) as error:

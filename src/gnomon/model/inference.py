@@ -198,8 +198,6 @@ def refuse(config: ModelConfig) -> str | None:
     foreign = sorted(set(config.layers) - set(layout.MIXERS))
     if foreign:
         return f"the C++ layer knows {' and '.join(layout.MIXERS)}, not the mixer {foreign[0]}"
-    if config.moe is not None and config.moe.expert_inputs == "mxfp8":
-        return native.lacks("gnomon_grouped_forward_mxfp8")
     return native.unavailable()
 
 

@@ -44,11 +44,10 @@ def experts(
 def refuse_experts_mxfp8(
     z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor, beta1: float | None, beta2: float | None
 ) -> str | None:
-    """What `experts` needs, a library that has the function, and widths of whole blocks."""
+    """What `experts` needs, and widths of whole blocks."""
     if w_gate.shape[-1] % BLOCK or w_gate.shape[-2] % BLOCK:
         return f"experts are {tuple(w_gate.shape[1:])}; MXFP8 needs widths that are multiples of {BLOCK}"
-    plain = refuse_experts(z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
-    return plain or native.lacks("gnomon_grouped_forward_mxfp8")
+    return refuse_experts(z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
 
 
 def experts_mxfp8(

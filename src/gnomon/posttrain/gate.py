@@ -1,7 +1,7 @@
 """Before any reinforcement: does thinking help? Accuracy of the cold start by how much was thought, for each domain.
 
 Reinforcement makes thinking longer only where longer thinking is more often right; where it is not, it takes the thinking away. So a
-domain in which it does not help is refused, with the picture. Read next: `source.py`.
+domain in which it does not help is refused, with the picture. Read next: `effort.py`.
 """
 
 from __future__ import annotations
