@@ -213,6 +213,30 @@ def test_bodies_are_bounded_and_json() -> None:
     assert visited(ScriptedPolicy(["a"]), work, bounds=Bounds(body_bytes=2000))[0] == [413, 400, 400, 400, 400, 404]
 
 
+def test_requests_that_wait_are_bounded_together() -> None:
+    class Waits(ScriptedPolicy):
+        async def complete(self, session: str, conversation: Conversation, sampling: Sampling) -> Any:
+            asked.set()
+            await go.wait()
+            return await super().complete(session, conversation, sampling)
+
+    async def work(gateway: Gateway, visit: Visit) -> list[int]:
+        bodies = [{"model": "m", "input": letter * 1500} for letter in "abc"]
+        first = asyncio.create_task(post(gateway, visit.secret, "/v1/responses", bodies[0]))
+        await asyncio.wait_for(asked.wait(), 60)
+        second = await post(gateway, visit.secret, "/v1/responses", bodies[1])
+        refused = await post(gateway, visit.secret, "/v1/responses", {"input": 1})
+        assert visit.held >= 1500
+        go.set()
+        found = [(await first).status_code, second.status_code, refused.status_code]
+        found.append((await post(gateway, visit.secret, "/v1/responses", bodies[2] | {"stream": True})).status_code)
+        assert visit.held == 0
+        return found
+
+    asked, go = asyncio.Event(), asyncio.Event()
+    assert visited(Waits(["a", "b"]), work, bounds=Bounds(attempt_bytes=2000))[0] == [200, 429, 400, 200]
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_spent_budget_ends_the_program(path: str) -> None:
     async def work(gateway: Gateway, visit: Visit) -> Any:

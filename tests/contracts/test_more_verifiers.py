@@ -94,6 +94,9 @@ class Machine:
     async def write(self, path: str, data: bytes, mode: int | None = None) -> None:
         self.files[path] = data
 
+    async def remove(self, path: str) -> None:
+        del self.files[path]
+
 
 def looked(verifier: Any, machine: Machine) -> Score:
     box: Any = machine
@@ -155,6 +158,18 @@ def timed(mine: float, says: Callable[[int, str], str] = lambda number, given: f
 ])
 def test_speed_counts_only_for_right_answers(machine, reward):
     assert looked(performance.Verifier(FAST), machine).reward == pytest.approx(reward)
+
+
+def test_the_reference_is_gone_before_the_agents_program_runs():
+    order = []
+
+    def run(command: Command) -> Result:
+        order.append((command.argv[0], "/judge/theirs" in machine.files))
+        return done(f"{(command.stdin or b'').decode()}.5 x")
+
+    machine = Machine(run)
+    assert looked(performance.Verifier(FAST), machine).reward == pytest.approx(0.5)
+    assert order == [("./theirs", True)] * 4 + [("./mine", False)] * 4
 
 
 def test_performance_in_detail():

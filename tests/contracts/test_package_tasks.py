@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gnomon.agent import task_source
+from gnomon.agent import installed, task_source
+from gnomon.agent.inside import apart
 from gnomon.agent.solution import Solution
 from gnomon.agent.task import Check, Task
 from gnomon.agent.tasks import doctests, mutations
@@ -232,6 +233,32 @@ def test_faults_that_tests_notice_are_tasks(package):
         assert "scores 0" in found["lies"].reason and "scores 0" in found["steals"].reason
 
     in_machines(work)
+
+
+def test_nothing_of_the_agents_package_runs_beside_the_true_module(package, tmp_path, monkeypatch):
+    [task] = [task for task in made(kind="mutations", packages=[package], count=50, says="package")
+              if b"value % 2 != 0" in task.files["/app/tinysums/sums.py"]][:1]
+    job = json.loads(task.check.settings["files"]["job.json"])
+    breaks = {"__init__.py": "raise SystemExit(1)\n", "sums.py": SUMS}
+    steals = {"__init__.py": f"import shutil, os\nhere = os.path.dirname(__file__)\nkept = {str(tmp_path / 'kept.py')!r}\n"
+              "if not os.path.exists(kept):\n    shutil.copy(here + '/sums.py', kept)\n", "sums.py": "total = plain = None\n"}
+    for name, files in {"breaks": breaks, "steals": steals, "right": {"__init__.py": "", "sums.py": SUMS}}.items():
+        root = tmp_path / name
+        for path, text in files.items():
+            (root / "tinysums" / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / "tinysums" / path).write_text(text)
+        true_ran: list[str] = []
+        real = apart.apart
+
+        def run(program: str, order: Any, seconds: float, ran: list[str] = true_ran, real: Any = real) -> Any:
+            ran.append((Path(order["root"]) / "tinysums" / "__init__.py").read_text())
+            return real(program, order, seconds)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(apart, "apart", run)
+            patched.setattr(apart, "_can_step_down", lambda: False)
+            reward = apart.by_tests({**job, "root": str(root), "seconds": 120.0}, installed.judging())["reward"]
+        assert reward == float(name == "right") and true_ran == ["", files["__init__.py"]]
 
 
 def test_shown_examples_are_cut_at_the_end_of_one():

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gnomon.agent.policies.scripted import ScriptedPolicy, say
 from gnomon.agent.policy import Completion, Sampling, Spent
 from gnomon.agent.record import BudgetSpent, Recorder
 from gnomon.agent.task import Budget
-from gnomon.agent.trajectory import Span, Trajectory
+from gnomon.agent.trajectory import Span, Trajectory, Turn
 from gnomon.agent.trajectory_file import TrajectoryFile, read
 from gnomon.data.chat import ChatFormat, chat_format
 from gnomon.data.messages import Conversation, Message, Text, Tool, ToolCall
@@ -317,6 +318,33 @@ def test_a_file_goes_on_where_it_stopped(tmp_path: Path, chat: ChatFormat) -> No
             asyncio.run(run(record, ["1", "2"], [one], Budget(turns=2)))
     back = read(path)
     assert [turn.parent for turn in back.turns] == [None, 0] and "tools" in back.turns[0].notes and "tools" not in back.turns[1].notes
+
+
+def test_who_is_cancelled_while_a_line_is_written_leaves_a_whole_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, real = threading.Event(), threading.Event(), TrajectoryFile.append
+
+    def slow(file: TrajectoryFile, turn: Turn) -> Trajectory:
+        began.set()
+        assert go.wait(60)
+        return real(file, turn)
+
+    async def run(record: TrajectoryFile) -> Recorder:
+        recorder = Recorder(Spy(), record, Budget(turns=2))
+        call = asyncio.create_task(recorder.complete(conversation_of(["1"], [])))
+        assert await asyncio.to_thread(began.wait, 60)
+        call.cancel()
+        go.set()
+        assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], asyncio.CancelledError)
+        assert (recorder.turns, recorder.spent.output_tokens) == (1, 2)
+        await recorder.complete(talk(user("another")))
+        with pytest.raises(BudgetSpent):
+            await recorder.complete(talk(user("a third")))
+        return recorder
+
+    monkeypatch.setattr(TrajectoryFile, "append", slow)
+    with TrajectoryFile(tmp_path / "t.jsonl", EMPTY) as record:
+        asyncio.run(run(record))
+    assert [turn.parent for turn in read(tmp_path / "t.jsonl").turns] == [None, None]
 
 
 def test_policies_are_opened_by_name() -> None:

@@ -134,6 +134,21 @@ def test_a_wrong_answer_scores(tmp_path: Path) -> None:
     assert (done.score.reward, done.score.error) == (0.0, None)
 
 
+def test_public_checks_cost_what_the_agent_was_told(tmp_path: Path) -> None:
+    exact = {"kind": "exact", "settings": {"answer": "4"}}
+    public = Check(kind="limited", settings={"check": exact, "submissions": 3, "free": 1, "penalty": 0.25})
+
+    async def submits(model: Recorder, box: Any) -> StopReason:
+        for _ in range(2):
+            assert model.diagnosis is not None and "Public check: 1" in await model.diagnosis.submit(model.trajectory, box)
+        return "finished"
+
+    done = attempted(tmp_path, Asks(then=submits), replace(TASK, diagnosis=public))
+    assert done.score is not None and done.score.reward == 0.75
+    assert done.score.metrics == {"submissions": 2.0, "before_penalty": 1.0}
+    assert trajectory_file.read(tmp_path / "t.jsonl").score == done.score
+
+
 async def hangs(model: Recorder, box: Any) -> None:
     await asyncio.Event().wait()
 

@@ -13,6 +13,7 @@ from gnomon.agent.task import Check, Task
 from gnomon.agent.trajectory import Score, Trajectory, Turn
 from gnomon.agent.verifier import KINDS, judge, opened, rewards
 from gnomon.agent.verifiers.numeric import number
+from gnomon.agent.verifiers.sqlite import asked
 from gnomon.data.messages import Message, Text
 from gnomon.errors import ConfigError, DataError, SandboxError, SandboxLost, Unsupported, VerifierError
 from gnomon.sandbox.open import open_backend
@@ -274,6 +275,17 @@ def test_rows(statements, reward, monkeypatch):
     query = {"sql": "SELECT id, subject FROM mail", "rows": [[1, "a"], [2, "b"]]}
     box = Box({"/mail.db": database(*statements)})
     assert scored("sqlite", {"database": "/mail.db", "queries": [query]}, box=box).reward == reward
+
+
+def test_rows_that_no_memory_holds_are_not_taken(monkeypatch):
+    monkeypatch.setattr("gnomon.agent.verifiers.sqlite.MOST_BYTES", 1 << 20)
+    many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100)"
+    large = ((f"{many} SELECT hex(zeroblob(10000)) AS a FROM n", "its rows hold more"), ("SELECT zeroblob(1 << 21) AS a", "too big"))
+    for view, says in large:
+        found = asked(database(f"CREATE VIEW journal AS {view}"), None, "SELECT a FROM journal")
+        assert isinstance(found, str) and says in found
+    few = database(f"CREATE VIEW journal AS {many} SELECT i AS a FROM n")
+    assert asked(few, None, "SELECT a FROM journal") == [(i,) for i in range(1, 101)]
 
 
 def test_a_damaged_database_is_the_agents_doing_and_queries_only_read():

@@ -2,7 +2,7 @@
 
 `Task.diagnosis` names it: a verifier's kind and settings, or `{"kind": "limited", "settings": {"check": …, "submissions": 3, "free": 1,
 "penalty": 0.1}}`. It says what it found and never decides: the hidden check does, and each submission beyond the free ones lowers what that
-gives. A harness keeps one `Diagnosis` for an attempt; whoever judges calls `penalised`.
+gives. Whoever runs an attempt keeps one `Diagnosis` for it, which the tool `submit` asks, and `penalised` takes its price off the score.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ LONGEST = 2_000
 
 
 class Diagnosis:
-    """The public verifier of one attempt, and how often it was asked. Raises `DataError` for a task without one, or a malformed one."""
+    """The public verifier of one attempt, and how often it was asked. `backend` makes the fresh machine where it wants one.
 
-    def __init__(self, task: Task) -> None:
+    Raises `DataError` for a task without one, or a malformed one.
+    """
+
+    def __init__(self, task: Task, backend: Backend | None = None) -> None:
         if task.diagnosis is None:
             raise DataError(f"task {task.id}: has no 'diagnosis', so there is nothing to ask")
         self.check, self.submissions, self.free, self.penalty = _limits(task.diagnosis, f"task {task.id}: diagnosis")
         opened(self.check, f"task {task.id}: diagnosis")
-        self._task = replace(task, check=self.check)
+        self._task, self._backend = replace(task, check=self.check), backend
         self.used = 0
 
     @property
@@ -38,11 +41,11 @@ class Diagnosis:
         """How often it may still be asked."""
         return max(0, self.submissions - self.used)
 
-    async def submit(self, trajectory: Trajectory, sandbox: Sandbox | None, backend: Backend | None = None) -> str:
+    async def submit(self, trajectory: Trajectory, sandbox: Sandbox | None) -> str:
         """Ask; what the agent reads. A verifier that fails costs no submission. Judging happens in a copy: nothing of it is left behind."""
         if not self.left:
             return f"All {self.submissions} submissions are used. The work is judged as it stands when you end."
-        score = await judge(self._task, trajectory, sandbox, backend)
+        score = await judge(self._task, trajectory, sandbox, self._backend)
         if score.reward is None:
             return "The public check failed by itself; this did not count as a submission."
         self.used += 1

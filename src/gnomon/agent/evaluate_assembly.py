@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gnomon.agent import policy, program, task_source, verifier
+from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.evaluate import Entrants, Evaluation, Watch, slug
 from gnomon.agent.evaluate_recipe import BudgetSettings, EvalRecipe, PolicySettings
 from gnomon.agent.evaluate_results import Results
@@ -77,6 +78,8 @@ async def _tasks(recipe: EvalRecipe, stack: contextlib.AsyncExitStack) -> tuple[
 def _refuse(task: Task) -> None:
     """Raises what is wrong with a task, before anybody attempts it."""
     verifier.opened(task.check, f"task {task.id}")
+    if task.diagnosis is not None:
+        Diagnosis(task)
     if "step" in task.metadata and task.metadata.get("harbor"):
         raise Unsupported(f"task {task.id}: is a step of a Harbor task. Steps share a machine, which an evaluation does not do: leave it "
                           "out with 'match'")

@@ -71,6 +71,8 @@ class _Routes:
             asked = speech.read(dialect, body)
             call = asyncio.ensure_future(visit.answer(asked, key, _again(request)))
             call.add_done_callback(_noticed)
+            size, request.state.held = request.state.held, 0  # the call holds what was sent until it ends, whoever waits for it
+            call.add_done_callback(lambda _: _let_go(visit, size))
             done, _ = await asyncio.wait((call,), timeout=self._bounds.quiet_seconds if asked.stream else None)
             if not asked.stream:
                 return Response(encode_json(speech.said(dialect, asked, await call)), media_type="application/json")
@@ -86,15 +88,20 @@ class _Routes:
 
         async def endpoint(request: Request) -> Response:
             dialect = speech.dialect_of(_place(request))
+            visit: Visit | None = None
+            request.state.held = 0
             try:
                 visit = self._visits.find(request.headers)
                 if visit is None:
                     raise Turned(401, "no key of an attempt; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'", "invalid_api_key")
-                data = await self._body(request) if request.method == "POST" else b""
+                data = await self._body(request, visit) if request.method == "POST" else b""
                 return await answer(request, visit, _parsed(data), _key(request, data))
             except GnomonError as error:
                 status, body = speech.failed(dialect, error)
                 return Response(encode_json(body), status, media_type="application/json")
+            finally:
+                if visit is not None:
+                    _let_go(visit, request.state.held)
 
         return endpoint
 
@@ -120,7 +127,7 @@ class _Routes:
         message = f"there is nothing at {request.method} {place[:200]}; a gateway has {', '.join(speech.PATHS)}, {speech.COUNT}, /v1/models"
         return JSONResponse(speech.dialect_of(place).error(404, message, None, "not_found"), 404)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, visit: Visit) -> bytes:
         bounds, chunks, size = self._bounds, [], 0
         try:
             async with asyncio.timeout(bounds.body_seconds):
@@ -128,6 +135,10 @@ class _Routes:
                     size += len(chunk)
                     if size > bounds.body_bytes:
                         raise Turned(413, f"the body is larger than {bounds.body_bytes} bytes; send less", "request_too_large")
+                    if visit.held + len(chunk) > bounds.attempt_bytes:
+                        raise Turned(429, f"the requests under way hold {visit.held} bytes; wait for their answers", "too_many_requests")
+                    visit.held += len(chunk)
+                    request.state.held += len(chunk)
                     chunks.append(chunk)
         except TimeoutError:
             raise Turned(408, f"the body did not arrive within {bounds.body_seconds:g} s", "request_timeout") from None
@@ -150,6 +161,10 @@ async def _broken(request: Request, error: Exception) -> Response:
     """What nobody foresaw; the server logs it."""
     status, body = speech.failed(speech.dialect_of(_place(request)), error)
     return JSONResponse(body, status)
+
+
+def _let_go(visit: Visit, size: int) -> None:
+    visit.held -= size
 
 
 def _noticed(call: asyncio.Future[Completion]) -> None:

@@ -20,9 +20,11 @@ NOT_PASSED = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequ
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What one request may be: bytes of its body, seconds until it is there, seconds of silence before a stream says that it lives."""
+    """What one request may be: bytes of its body, seconds until it is there, seconds of silence before a stream says that it lives; and how
+    many bytes the requests of one attempt that wait for answers may be, all together."""
 
     body_bytes: int = 64 << 20
+    attempt_bytes: int = 256 << 20
     body_seconds: float = 60.0
     quiet_seconds: float = 10.0
 
@@ -32,7 +34,7 @@ class Visit:
 
     `sampling` and `effort` are the attempt's: what they say stands in place of what the program asks. `failure` is what ended the last
     call, a spent budget for instance, and None after one that was answered: a program may hide it, its harness must not. `wake` is set
-    whenever it is.
+    whenever it is. `held` counts the bytes of its requests that are under way.
     """
 
     def __init__(self, recorder: Recorder, sampling: Sampling | None, effort: Effort | None) -> None:
@@ -40,6 +42,7 @@ class Visit:
         self.secret = f"sk-gnomon-{secrets.token_hex(16)}"
         self.failure: GnomonError | None = None
         self.wake = asyncio.Event()
+        self.held = 0
         self._sampling = sampling or Sampling()
         self._effort = effort
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.fields import Fields
 from gnomon.agent.message_json import tool_from_json, tool_to_json
 from gnomon.agent.policy import Completion, Policy, Sampling, Spent
@@ -51,7 +52,8 @@ class Recorder:
     """One attempt: asks `policy` in a session of its own, and writes down what it answers.
 
     `record` is a trajectory, which grows in memory, or a file, which is written before an answer is given. An attempt that is resumed has
-    turns already; they count. Calls may run beside each other. `clock` gives seconds.
+    turns already; they count. Calls may run beside each other. `clock` gives seconds. `diagnosis` is what the agent may ask while it works,
+    where whoever runs the attempt has set one; it counts for all agents of the attempt.
     """
 
     def __init__(self, policy: Policy, record: Trajectory | TrajectoryFile, budget: Budget | None = None,
@@ -71,6 +73,7 @@ class Recorder:
         self._asked = 0
         self._began = clock() - sum(turn.seconds or 0.0 for turn in self.trajectory.turns)
         self.closed = False
+        self.diagnosis: Diagnosis | None = None
         for turn in self.trajectory.turns:
             self._remember(turn, _tools(turn))
             self._pay(_cost(turn))
@@ -143,8 +146,11 @@ class Recorder:
         try:
             completion = await self._within(self.policy.complete(self.session, conversation, sampling))
             async with self._writing:
-                await self._append(conversation, completion, self._clock() - began, purpose, origin)
-                written = True
+                before = self.turns
+                try:
+                    await self._append(conversation, completion, self._clock() - began, purpose, origin)
+                finally:
+                    written = self.turns > before
         finally:
             if not written:
                 self._asked -= 1
@@ -180,9 +186,12 @@ class Recorder:
         turn = Turn(messages=(*conversation.messages[known.messages :], completion.message),
                     spans=(*spans, completion.sampled) if completion.sampled is not None else tuple(spans), parent=parent,
                     origin=origin if parent is None else None, purpose=purpose if parent is None else None, seconds=seconds, notes=notes)
-        await self._write(turn)
-        self._remember(turn, conversation.tools)
-        self._pay(completion.spent)
+        try:
+            await self._write(turn)
+        finally:
+            if self.turns > len(self._contexts):  # it is on record, also where whoever asked is gone meanwhile
+                self._remember(turn, conversation.tools)
+                self._pay(completion.spent)
 
     async def _write(self, turn: Turn) -> None:
         """Onto the record. The disk is waited for beside the loop; whoever is cancelled meanwhile is so once the line is written."""

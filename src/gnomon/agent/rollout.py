@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from gnomon.agent import machine, trajectory_file
+from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.harness.harness import Fits, Harness
 from gnomon.agent.policy import Policy
 from gnomon.agent.record import BudgetSpent, Recorder
@@ -126,6 +127,7 @@ class _Attempt:
         self.rollout, self.file, self.backend, self.deadlines = rollout, file, backend, deadlines
         self.seconds: dict[str, float] = {}
         self.box: Sandbox | None = None
+        self.diagnosis: Diagnosis | None = None
 
     async def run(self) -> None:
         """All of it. Whatever happens, the machine is ended before this returns."""
@@ -180,6 +182,8 @@ class _Attempt:
     async def _act(self) -> StopReason:
         rollout, seconds = self.rollout, self.rollout.task.budget.seconds or self.deadlines.agent
         recorder = Recorder(rollout.policy, self.file, rollout.task.budget)
+        if rollout.task.diagnosis is not None:
+            recorder.diagnosis = self.diagnosis = Diagnosis(rollout.task, self.backend)
         running = rollout.harness.run(rollout.task.shown(), recorder, self.box, effort=rollout.effort)
         try:
             reason = await bounded(running, seconds, self.deadlines.grace)
@@ -194,12 +198,13 @@ class _Attempt:
         return reason
 
     async def _judge(self, reason: StopReason) -> Score:
-        """The score. A verifier that does not come to an end is an error, not a 0."""
+        """The score, less what was paid for public checks. A verifier that does not come to an end is an error, not a 0."""
         ended = replace(self.file.trajectory, stop_reason=reason)
         try:
-            return await bounded(judge(self.rollout.task, ended, self.box, self.backend), self.deadlines.judge, self.deadlines.grace)
+            score = await bounded(judge(self.rollout.task, ended, self.box, self.backend), self.deadlines.judge, self.deadlines.grace)
         except Overran:
             return Score(reward=None, error=f"verifier '{self.rollout.task.check.kind}' did not end within {self.deadlines.judge:g} s")
+        return score if self.diagnosis is None else self.diagnosis.penalised(score)
 
     async def _end_machine(self) -> str | None:
         """End the machine, once more if that fails; what went wrong, for the score's evidence. The reaper gets what is still there."""

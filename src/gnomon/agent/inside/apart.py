@@ -65,13 +65,17 @@ def _right(example: dict[str, Any], got: Any) -> bool:
 
 
 def by_tests(job: dict[str, Any], program: str) -> dict[str, float]:
-    """1 when the agent's module passes all that the true one passes. Raises `SystemExit` where the true one passes nothing."""
+    """1 when the agent's module passes all that the true one passes. Raises `SystemExit` where the true one passes nothing.
+
+    `folder`, where a job has it, is the agent's: the true modules are all of it, and nothing of what lies there runs beside them.
+    """
     found = {}
     for which in ("true", "given"):
         place = tempfile.mkdtemp(prefix="judge-")
         os.chmod(place, 0o755)
         code = os.path.join(place, "code")
-        shutil.copytree(job["root"], code, ignore_dangling_symlinks=True)
+        left_out = job.get("folder") if which == "true" else None
+        shutil.copytree(job["root"], code, ignore_dangling_symlinks=True, ignore=_at(job["root"], left_out))
         for path, text in {**job["tests"], **(job["true"] if which == "true" else {})}.items():
             _write(os.path.join(code, path), text)
         said = apart(program, {"kind": "tests", "root": code, "modules": job["modules"]}, job["seconds"])
@@ -81,6 +85,11 @@ def by_tests(job: dict[str, Any], program: str) -> dict[str, float]:
         raise SystemExit("the true module passes no test here, so the tests say nothing")
     passed = found["true"] & found["given"]
     return {"reward": float(passed == found["true"]), "share": len(passed) / len(found["true"])}
+
+
+def _at(root: str, name: str | None) -> Any:
+    """For `copytree`: leaves one entry of the topmost folder out."""
+    return lambda place, names: [name] if place == root else []
 
 
 def _write(path: str, text: str) -> None:

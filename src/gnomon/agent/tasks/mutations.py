@@ -74,6 +74,8 @@ class Source:
         folders = {f"{place.rpartition('/')[0]}/__init__.py" for place in tests} & set(package.tests)
         job = {"kind": "tests", "root": installed.ROOT, "modules": [installed.dotted(each) for each in tests], "seconds": SECONDS,
                "tests": {each: package.tests[each] for each in (*tests, *sorted(folders))}, "true": {path: text}}
+        if self.says == "package":  # the agent's whole package is carried, of which nothing may run beside the true module
+            job |= {"true": dict(package.modules), "folder": package.name}
         files = {"test.sh": installed.SCRIPT, "judge.py": installed.judging(), "job.json": json.dumps(job)}
         where = target if self.says == "module" else f"{installed.ROOT}/{package.name}"
         return Task(

@@ -1,12 +1,14 @@
 """Are the rows as they should be? Settings: `database`, an absolute path; `queries`, each `{"sql": …, "rows": [[…]], "ordered": false}`.
 
-The database is the agent's, so it is read as hostile data: from a copy, read-only, without functions in its schema, within a time.
+The database is the agent's, so it is read as hostile data: from a copy, read-only, without functions in its schema, within a time and
+within a size: a view of a few bytes can give rows that no memory holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import sqlite3
 import tempfile
@@ -24,6 +26,7 @@ from gnomon.sandbox.sandbox import Sandbox
 
 SECONDS = 10.0
 MOST_ROWS = 100_000
+MOST_BYTES = 64 << 20
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 
 
@@ -103,7 +106,15 @@ def _rows(copy: Path, sql: str) -> list[tuple[Any, ...]]:
         until = time.monotonic() + SECONDS
         connection.set_progress_handler(lambda: time.monotonic() > until, 10_000)
         connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY)
-        return connection.execute(sql).fetchmany(MOST_ROWS)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        rows: list[tuple[Any, ...]] = []
+        size = 0
+        for row in itertools.islice(connection.execute(sql), MOST_ROWS):
+            size += sum(len(value) for value in row if isinstance(value, (str, bytes)))
+            if size > MOST_BYTES:
+                raise sqlite3.DataError(f"its rows hold more than {MOST_BYTES} bytes")
+            rows.append(row)
+        return rows
     finally:
         connection.close()
 

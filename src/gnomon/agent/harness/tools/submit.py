@@ -33,7 +33,7 @@ class Kind:
         """The diagnosis."""
         if desk.task.diagnosis is None:
             raise Fault("this task has no diagnosis")
-        diagnosis = desk.state.get("diagnosis")
+        diagnosis = getattr(desk.model, "diagnosis", None) or desk.state.get("diagnosis")
         if not isinstance(diagnosis, Diagnosis):
             diagnosis = desk.state["diagnosis"] = Diagnosis(desk.task)
         record = getattr(desk.model, "trajectory", None)
