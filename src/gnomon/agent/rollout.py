@@ -29,7 +29,7 @@ from gnomon.agent.trajectory_file import TrajectoryFile
 from gnomon.agent.verifier import judge
 from gnomon.data.messages import Effort
 from gnomon.errors import CapacityError, ConfigError, DataError, GnomonError, SandboxTimeout
-from gnomon.sandbox.sandbox import Backend, Sandbox
+from gnomon.sandbox.sandbox import Backend, Sandbox, Spec
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class _Attempt:
     async def _acted_and_judged(self) -> tuple[StopReason, Score]:
         try:
             with self._timed("machine"):
-                self.box = await self._machine()
+                await self._machine()
             with self._timed("agent"):
                 reason = await self._act()
         except Exception as error:  # noqa: BLE001 - whatever a harness, an endpoint or a machine raises is one attempt's failure
@@ -155,11 +155,11 @@ class _Attempt:
         with self._timed("judge"):
             return reason, await self._judge(reason)
 
-    async def _machine(self) -> Sandbox | None:
-        """The task's machine with its files, None where it needs none. While this host is full, wait for room until the deadline."""
+    async def _machine(self) -> None:
+        """The task's machine with its files, where it needs one. While this host is full, wait for room until the deadline."""
         task, limits = self.rollout.task, self.deadlines
         if task.image is None:
-            return None
+            return
         if self.backend is None:
             raise ConfigError(f"task {task.id} needs a machine ({task.image}) and there is no backend to make one")
         alive = limits.machine + (task.budget.seconds or limits.agent) + limits.judge + 4 * limits.grace + 60.0
@@ -170,7 +170,8 @@ class _Attempt:
         while True:
             left = max(ends - time.monotonic(), 0.0)
             try:
-                return await bounded(machine.made(task, self.backend, wanted), left, limits.grace)
+                await bounded(self._made(self.backend, wanted), left, limits.grace)
+                return
             except CapacityError:
                 if left <= pause:
                     raise
@@ -178,6 +179,10 @@ class _Attempt:
                 pause = min(2 * pause, 5.0)
             except Overran:
                 raise SandboxTimeout(f"its machine was not ready within {limits.machine:g} s") from None
+
+    async def _made(self, backend: Backend, wanted: Spec) -> None:
+        """Its machine is the attempt's from the moment it is there: one that comes too late is ended too."""
+        self.box = await machine.made(self.rollout.task, backend, wanted)
 
     async def _act(self) -> StopReason:
         rollout, seconds = self.rollout, self.rollout.task.budget.seconds or self.deadlines.agent
