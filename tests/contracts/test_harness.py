@@ -38,6 +38,8 @@ class Model:
         self.replies, self.asked = list(replies), list[Conversation]()
         self.purposes: list[str | None] = []
 
+    diagnosis = None
+
     async def complete(self, conversation: Conversation, sampling: Sampling | None = None, *, purpose: Any = None) -> Completion:
         self.asked.append(conversation)
         self.purposes.append(purpose)

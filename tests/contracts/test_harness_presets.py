@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.harness import harness
 from gnomon.agent.policies.scripted import ScriptedPolicy, say
 from gnomon.agent.record import BudgetSpent, Recorder
@@ -304,7 +305,7 @@ def test_a_public_verifier_may_be_asked_a_few_times(machines: Machines) -> None:
                     diagnosis=Check(kind="files", settings={"files": {"/home/user/work/a.py": {"contains": "y = 3"}}}))
         mend = say("", ("exec_command", {"cmd": "sed -i s/2/3/ a.py"}))
         recorder = Recorder(ScriptedPolicy([say("", ("submit", {})), mend, *[say("", ("submit", {"note": "now"}))] * 3, "Done."]),
-                            Trajectory(id="a", task_id="t"))
+                            Trajectory(id="a", task_id="t"), diagnosis=Diagnosis(task))
         assert await harness.opened("codex").run(task, recorder, box) == "finished"
         told = [message.text for message in recorder.trajectory.messages() if message.role == "tool"]
         assert told[0].startswith("Public check: 0") and told[2].startswith("Public check: 1") and "1 of 3" in told[2]

@@ -259,6 +259,17 @@ def test_public_checks_are_few_have_a_price_and_do_not_decide():
     assert diagnosis.penalised(hidden).metrics == {"submissions": 2.0, "before_penalty": 1.0}
 
 
+def test_submissions_beside_each_other_are_no_more_than_allowed():
+    limited = Check(kind="limited", settings={"check": EXACT, "submissions": 2})
+    diagnosis = Diagnosis(Task(id="t", prompt="", check=Check(kind="exact"), diagnosis=limited))
+
+    async def all_at_once() -> list[str]:
+        return await asyncio.gather(*[diagnosis.submit(attempt("4"), None) for _ in range(5)])
+
+    told = asyncio.run(all_at_once())
+    assert sum(text.startswith("Public check") for text in told) == 2 and diagnosis.used == 2
+
+
 def test_a_public_check_that_fails_costs_nothing():
     broken = Task(id="t", prompt="", check=Check(kind="exact"), diagnosis=Check(kind="files", settings={"files": {"/a": {"number": 1}}}))
     diagnosis = Diagnosis(broken)

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from gnomon.agent import trajectory_file
-from gnomon.agent.policies.scripted import ScriptedPolicy
+from gnomon.agent import rollout as rollout_module
+from gnomon.agent import trajectory_file, verifier
+from gnomon.agent.harness import harness as harnesses
+from gnomon.agent.policies.scripted import ScriptedPolicy, say
 from gnomon.agent.policy import Sampling
 from gnomon.agent.record import Recorder
 from gnomon.agent.rollout import Deadlines, Rollout, attempt, kept
 from gnomon.agent.task import Budget, Check, Task
 from gnomon.agent.trajectory import Score, StopReason, Trajectory
 from gnomon.data.messages import Conversation, Message, Text
-from gnomon.errors import CapacityError, PolicyError, SandboxError, SandboxLost
+from gnomon.errors import CapacityError, DataError, PolicyError, SandboxError, SandboxLost
 from gnomon.sandbox.sandbox import Sandbox, Spec
 
 TASK = Task(id="sum", prompt="What is 2 and 2?", check=Check(kind="exact", settings={"answer": "4"}))
@@ -82,6 +84,18 @@ class Machines:
             raise self.errors.pop(0)
         self.boxes.append(Box(spec, self.kills))
         return self.boxes[-1]
+
+
+class Fresh:
+    """A verifier that wants a fresh machine."""
+
+    machine = "fresh"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        pass
+
+    async def score(self, task: Task, trajectory: Trajectory, sandbox: Any) -> Score:
+        return Score(reward=0.5 if sandbox.spec.metadata["purpose"] == "verifier" else 0.0)
 
 
 class Broken:
@@ -289,6 +303,112 @@ def test_no_machine_no_score(tmp_path: Path) -> None:
         assert (done.stop_reason, done.score.reward, done.turns) == ("failed", None, ())
 
 
+def limited(**more: Any) -> Check:
+    check = {"kind": "exact", "settings": {"answer": "4"}}
+    return Check(kind="limited", settings={"check": check, "submissions": 2, "free": 1, "penalty": 0.25, **more})
+
+
+@pytest.mark.parametrize(("asked", "answer", "reward", "paid"), [
+    (0, "4", 1.0, None), (1, "4", 1.0, "asked 1 of 2 times, 1 without a price."), (2, "4", 0.75, "reward 1, less 0.25, is 0.75"),
+    (5, "4", 0.75, "asked 2 of 2 times"), (2, "5", 0.0, "asked 2 of 2 times, 1 without a price.")])
+def test_the_score_pays_for_asking_the_public_verifier(tmp_path: Path, asked: int, answer: str, reward: float, paid: str | None) -> None:
+    policy = ScriptedPolicy([*[say("4", ("submit", {}))] * asked, answer])
+    done = attempted(tmp_path, harnesses.opened("bash"), replace(TASK, diagnosis=limited()), policy)
+    assert done.score is not None
+    assert (done.stop_reason, done.score.reward) == ("finished", reward)
+    if paid is None:
+        assert "submissions" not in done.score.metrics
+    else:
+        assert done.score.metrics["submissions"] == min(asked, 2)
+        assert done.score.metrics["before_penalty"] == (answer == "4")
+        assert paid in done.score.evidence[-1]
+    assert trajectory_file.read(tmp_path / "t.jsonl").score == done.score
+
+
+def test_agents_below_share_the_submissions_of_the_attempt(tmp_path: Path) -> None:
+    """A harness that gives the tool to the agents that it calls too gives them no submissions of their own."""
+    script = [say("", ("ask", {"prompt": "look"})), say("4", ("check", {})), say("4", ("check", {})), "seen", say("", ("check", {})), "4"]
+    opened = harnesses.opened("bash", ["tools.ask.kind=agent", "tools.check.kind=submit", "agents.depth=1"])
+    done = attempted(tmp_path, opened, replace(TASK, diagnosis=limited()), ScriptedPolicy(script))
+    assert done.score is not None
+    assert (done.score.reward, done.score.metrics["submissions"]) == (0.75, 2.0)
+    assert "All 2 submissions are used" in [message.text for message in done.messages() if message.role == "tool"][-1]
+
+
+def test_a_public_verifier_gets_a_fresh_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier, "graded", contextlib.nullcontext)  # such boxes have no copies, and nothing is carried over
+    told: list[str] = []
+
+    async def asks(model: Recorder, box: Any) -> str:
+        assert model.diagnosis is not None
+        told.append(await model.diagnosis.submit(model.trajectory, box))
+        return "finished"
+
+    machines = Machines()
+    task = replace(WITH_MACHINE, diagnosis=limited(check={"kind": f"{__name__}:Fresh", "settings": {}}))
+    done = attempted(tmp_path, Asks(1, asks), task, backend=machines)
+    assert done.score is not None
+    assert told[0].startswith("Public check: 0.5") and done.score.metrics["submissions"] == 1.0
+    own, fresh = machines.boxes
+    assert (own.spec.metadata["purpose"], fresh.spec.metadata["purpose"], fresh.killed) == ("agent", "verifier", 1)
+
+
+def test_a_harness_of_ones_own_need_not_ask_and_cannot_when_it_is_over(tmp_path: Path) -> None:
+    kept_models: list[Recorder] = []
+
+    async def keeps(model: Recorder, box: Any) -> str:
+        kept_models.append(model)
+        return "finished"
+
+    done = attempted(tmp_path, Asks(1, keeps), replace(TASK, diagnosis=limited()))
+    assert done.score is not None
+    assert (done.score.reward, done.score.metrics) == (1.0, Score(reward=1.0).metrics)
+    assert kept_models[0].diagnosis is None
+
+
+def test_a_malformed_diagnosis_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    machines = Machines()
+    with pytest.raises(DataError, match="diagnosis"):
+        attempted(tmp_path, Asks(), replace(WITH_MACHINE, diagnosis=limited(penalty=2)), backend=machines)
+    assert not machines.boxes
+    assert not (tmp_path / "t.jsonl").exists()
+
+
+class Installs(Asks):
+    """A harness that installs something first: at once, or never to an end."""
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
+        self.parts: list[str] = []
+
+    async def fitted(self, spec: Spec) -> Spec:
+        self.parts.append("install")
+        if not self.ends:
+            await asyncio.Event().wait()
+        return replace(spec, image="with a program")
+
+
+def test_what_a_harness_installs_has_a_deadline_of_its_own_and_is_in_no_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, machines = Installs(ends=True), Machines()
+
+    def began(_: Any, part: str) -> Any:
+        harness.parts.append(part)
+        return contextlib.nullcontext()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rollout_module._Attempt, "_timed", began)
+        assert attempted(tmp_path, harness, WITH_MACHINE, backend=machines).stop_reason == "finished"
+    assert machines.boxes[0].spec.image == "with a program"
+    assert harness.parts == ["install", "machine", "agent", "judge"], "nothing is timed yet when it installs"
+    machines = Machines()
+    done = attempted(tmp_path, Installs(ends=False), WITH_MACHINE, backend=machines, deadlines=replace(AMPLE, install=0.05))
+    assert done.score is not None
+    assert (done.stop_reason, done.score.reward, dict(done.seconds)) == ("failed", None, {})
+    assert "'asks' needs was not installed within 0.05 s" in (done.score.error or "")
+    assert not machines.boxes
+
+
 def test_a_full_host_is_waited_for(tmp_path: Path) -> None:
     machines = Machines(CapacityError("full"), CapacityError("full"))
     assert attempted(tmp_path, Asks(), WITH_MACHINE, backend=machines).stop_reason == "finished"
@@ -296,19 +416,6 @@ def test_a_full_host_is_waited_for(tmp_path: Path) -> None:
     done = attempted(tmp_path, Asks(), WITH_MACHINE, backend=full, deadlines=replace(AMPLE, machine=0.05))
     assert done.score is not None
     assert done.score.error == "CapacityError: no room"
-
-
-def test_a_machine_that_comes_too_late_is_ended(tmp_path: Path) -> None:
-    class Late(Machines):
-        async def create(self, spec: Spec) -> Any:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-            return await super().create(spec)
-
-    late = Late()
-    done = attempted(tmp_path, Asks(), WITH_MACHINE, backend=late, deadlines=replace(AMPLE, machine=0.05, grace=60.0))
-    assert done.score is not None and (done.stop_reason, done.score.reward) == ("failed", None)
-    assert "was not ready" in (done.score.error or "") and [box.killed for box in late.boxes] == [1]
 
 
 def test_a_machine_that_will_not_end_is_said(tmp_path: Path) -> None:

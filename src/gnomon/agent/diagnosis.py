@@ -2,7 +2,7 @@
 
 `Task.diagnosis` names it: a verifier's kind and settings, or `{"kind": "limited", "settings": {"check": …, "submissions": 3, "free": 1,
 "penalty": 0.1}}`. It says what it found and never decides: the hidden check does, and each submission beyond the free ones lowers what that
-gives. Whoever runs an attempt keeps one `Diagnosis` for it, which the tool `submit` asks, and `penalised` takes its price off the score.
+gives. An attempt makes one `Diagnosis`, which harnesses find on its record (`model.diagnosis`); it judges, then calls `penalised`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST = 2_000
 
 
 class Diagnosis:
-    """The public verifier of one attempt, and how often it was asked. `backend` makes the fresh machine where it wants one.
+    """The public verifier of one attempt, and how often it was asked; `backend` makes a fresh machine where the verifier wants one.
 
     Raises `DataError` for a task without one, or a malformed one.
     """
@@ -33,7 +33,7 @@ class Diagnosis:
             raise DataError(f"task {task.id}: has no 'diagnosis', so there is nothing to ask")
         self.check, self.submissions, self.free, self.penalty = _limits(task.diagnosis, f"task {task.id}: diagnosis")
         opened(self.check, f"task {task.id}: diagnosis")
-        self._task, self._backend = replace(task, check=self.check), backend
+        self._task, self._backend = replace(task.shown(), check=self.check), backend
         self.used = 0
 
     @property
@@ -45,10 +45,15 @@ class Diagnosis:
         """Ask; what the agent reads. A verifier that fails costs no submission. Judging happens in a copy: nothing of it is left behind."""
         if not self.left:
             return f"All {self.submissions} submissions are used. The work is judged as it stands when you end."
-        score = await judge(self._task, trajectory, sandbox, self._backend)
+        self.used += 1  # counted from the start, so that submissions beside each other are no more than allowed
+        score = None
+        try:
+            score = await judge(self._task, trajectory, sandbox, self._backend)
+        finally:
+            if score is None or score.reward is None:
+                self.used -= 1
         if score.reward is None:
             return "The public check failed by itself; this did not count as a submission."
-        self.used += 1
         found = "\n".join(score.evidence)
         found = found if len(found) <= LONGEST else f"{found[:LONGEST]} … (cut)"
         price = f"each lowers the reward by {self.penalty:g}" if self.used >= self.free and self.penalty else "the next costs nothing"
@@ -60,7 +65,10 @@ class Diagnosis:
         if score.reward is None or not self.used:
             return score
         reward = max(0.0, score.reward - cost) if score.reward > 0 else score.reward
-        return replace(score, reward=reward, metrics={**score.metrics, "submissions": float(self.used), "before_penalty": score.reward})
+        said = f"The public check was asked {self.used} of {self.submissions} times, {self.free} without a price"
+        said += f": reward {score.reward:g}, less {cost:g}, is {reward:g}" if reward != score.reward else ""
+        return replace(score, reward=reward, evidence=(*score.evidence, f"{said}."),
+                       metrics={**score.metrics, "submissions": float(self.used), "before_penalty": score.reward})
 
 
 def _limits(check: Check, where: str) -> tuple[Check, int, int, float]:

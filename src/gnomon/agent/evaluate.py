@@ -110,7 +110,8 @@ class Evaluation:
         self._failures: Counter[str] = Counter()
         self._given_up: set[str] = set()
         limits = recipe.deadlines
-        self._deadlines = Deadlines(machine=limits.machine, agent=limits.agent, judge=limits.judge, grace=limits.grace)
+        self._deadlines = Deadlines(install=limits.install, machine=limits.machine, agent=limits.agent, judge=limits.judge,
+                                    grace=limits.grace)
 
     @property
     def results(self) -> Results:

@@ -28,13 +28,14 @@ class PolicySettings:
 class DeadlineSettings:
     """How long the parts of an attempt may take, in seconds."""
 
+    install: float = setting(7200.0, "for what a harness installs before its first attempt, a program for instance")
     machine: float = setting(300.0, "until the sandbox is there, waiting for room on this host included")
     agent: float = setting(1800.0, "for the agent, where the task names no time")
     judge: float = setting(900.0, "for the verifier; one that takes longer gives no score")
     grace: float = setting(10.0, "for what was told to stop, before nobody waits for it")
 
     def __post_init__(self) -> None:
-        for name in ("machine", "agent", "judge", "grace"):
+        for name in ("install", "machine", "agent", "judge", "grace"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"'{name}' is {getattr(self, name)}; use a positive number of seconds")
 

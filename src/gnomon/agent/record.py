@@ -52,13 +52,14 @@ class Recorder:
     """One attempt: asks `policy` in a session of its own, and writes down what it answers.
 
     `record` is a trajectory, which grows in memory, or a file, which is written before an answer is given. An attempt that is resumed has
-    turns already; they count. Calls may run beside each other. `clock` gives seconds. `diagnosis` is what the agent may ask while it works,
-    where whoever runs the attempt has set one; it counts for all agents of the attempt.
+    turns already; they count. Calls may run beside each other. `clock` gives seconds. `diagnosis` is the public verifier that the
+    attempt may ask until it ends, for harnesses that offer it.
     """
 
     def __init__(self, policy: Policy, record: Trajectory | TrajectoryFile, budget: Budget | None = None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic, *, diagnosis: Diagnosis | None = None) -> None:
         self.policy = policy
+        self.diagnosis = diagnosis
         self.budget = budget or Budget()
         self.spent = Spent()
         self._file = record if isinstance(record, TrajectoryFile) else None
@@ -73,7 +74,6 @@ class Recorder:
         self._asked = 0
         self._began = clock() - sum(turn.seconds or 0.0 for turn in self.trajectory.turns)
         self.closed = False
-        self.diagnosis: Diagnosis | None = None
         for turn in self.trajectory.turns:
             self._remember(turn, _tools(turn))
             self._pay(_cost(turn))
@@ -129,7 +129,7 @@ class Recorder:
 
     async def close(self) -> None:
         """End the attempt: what still runs is cancelled, what comes later is refused, the policy forgets the session."""
-        self.closed = True
+        self.closed, self.diagnosis = True, None
         running = [*self._running.values()]
         for task in running:
             task.cancel()

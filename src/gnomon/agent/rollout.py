@@ -45,9 +45,11 @@ class Overran(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deadlines:
-    """How long each part of an attempt may take, in seconds. `agent` is for tasks that name no time; `grace` is what something that was
-    told to stop gets before nobody waits for it any more."""
+    """How long each part of an attempt may take, in seconds. `install` is for what a harness needs in its machine, a program for instance:
+    it is made once for many attempts, so it is in the seconds of none. `agent` is for tasks that name no time; `grace` is what something
+    that was told to stop gets before nobody waits for it any more."""
 
+    install: float = 7200.0
     machine: float = 300.0
     agent: float = 1800.0
     judge: float = 900.0
@@ -108,13 +110,15 @@ async def attempt(rollout: Rollout, path: Path, backend: Backend | None = None, 
     """Attempt a task and judge the result; the trajectory grows in `path` and is complete there when this returns.
 
     What an earlier attempt left in `path` is put aside: its machine is gone, so there is nothing to go on from. Raises only for what the
-    next attempt would meet too: a full disk, a malformed check. Cancelled, it ends the machine first and leaves the file unfinished.
+    next attempt would meet too: a full disk, a malformed check or diagnosis. Cancelled, it ends the machine first and leaves the file
+    unfinished.
     """
     deadlines = deadlines or Deadlines()
+    diagnosis = Diagnosis(rollout.task, backend) if rollout.task.diagnosis is not None else None
     put_aside(path)
     file = TrajectoryFile(path, rollout.beginning())
     try:
-        await _Attempt(rollout, file, backend, deadlines).run()
+        await _Attempt(rollout, file, backend, deadlines, diagnosis).run()
         return file.trajectory
     finally:
         file.close()
@@ -123,11 +127,11 @@ async def attempt(rollout: Rollout, path: Path, backend: Backend | None = None, 
 class _Attempt:
     """The parts of one attempt, and how long each took."""
 
-    def __init__(self, rollout: Rollout, file: TrajectoryFile, backend: Backend | None, deadlines: Deadlines) -> None:
-        self.rollout, self.file, self.backend, self.deadlines = rollout, file, backend, deadlines
+    def __init__(self, rollout: Rollout, file: TrajectoryFile, backend: Backend | None, deadlines: Deadlines,
+                 diagnosis: Diagnosis | None) -> None:
+        self.rollout, self.file, self.backend, self.deadlines, self.diagnosis = rollout, file, backend, deadlines, diagnosis
         self.seconds: dict[str, float] = {}
         self.box: Sandbox | None = None
-        self.diagnosis: Diagnosis | None = None
 
     async def run(self) -> None:
         """All of it. Whatever happens, the machine is ended before this returns."""
@@ -144,8 +148,9 @@ class _Attempt:
 
     async def _acted_and_judged(self) -> tuple[StopReason, Score]:
         try:
+            wanted = await self._wanted()
             with self._timed("machine"):
-                await self._machine()
+                self.box = await self._machine(wanted)
             with self._timed("agent"):
                 reason = await self._act()
         except Exception as error:  # noqa: BLE001 - whatever a harness, an endpoint or a machine raises is one attempt's failure
@@ -155,23 +160,34 @@ class _Attempt:
         with self._timed("judge"):
             return reason, await self._judge(reason)
 
-    async def _machine(self) -> None:
-        """The task's machine with its files, where it needs one. While this host is full, wait for room until the deadline."""
+    async def _wanted(self) -> Spec | None:
+        """The machine that the task needs, and its harness in it; None where the task needs none. What the harness installs has a deadline
+        of its own."""
         task, limits = self.rollout.task, self.deadlines
         if task.image is None:
-            return
+            return None
         if self.backend is None:
             raise ConfigError(f"task {task.id} needs a machine ({task.image}) and there is no backend to make one")
         alive = limits.machine + (task.budget.seconds or limits.agent) + limits.judge + 4 * limits.grace + 60.0
         wanted = machine.spec(task, "agent", network=task.network, ttl_seconds=alive)
-        if isinstance(self.rollout.harness, Fits):
-            wanted = await self.rollout.harness.fitted(wanted)
+        if not isinstance(self.rollout.harness, Fits):
+            return wanted
+        try:
+            return await bounded(self.rollout.harness.fitted(wanted), limits.install, limits.grace)
+        except Overran:
+            raise SandboxTimeout(f"what the harness '{self.rollout.harness.name}' needs was not installed within {limits.install:g} s "
+                                 "(the deadline 'install')") from None
+
+    async def _machine(self, wanted: Spec | None) -> Sandbox | None:
+        """That machine with the task's files. While this host is full, wait for room until the deadline."""
+        task, limits, backend = self.rollout.task, self.deadlines, self.backend
+        if wanted is None or backend is None:
+            return None
         ends, pause = time.monotonic() + limits.machine, 0.1
         while True:
             left = max(ends - time.monotonic(), 0.0)
             try:
-                await bounded(self._made(self.backend, wanted), left, limits.grace)
-                return
+                return await bounded(machine.made(task, backend, wanted), left, limits.grace)
             except CapacityError:
                 if left <= pause:
                     raise
@@ -180,15 +196,9 @@ class _Attempt:
             except Overran:
                 raise SandboxTimeout(f"its machine was not ready within {limits.machine:g} s") from None
 
-    async def _made(self, backend: Backend, wanted: Spec) -> None:
-        """Its machine is the attempt's from the moment it is there: one that comes too late is ended too."""
-        self.box = await machine.made(self.rollout.task, backend, wanted)
-
     async def _act(self) -> StopReason:
         rollout, seconds = self.rollout, self.rollout.task.budget.seconds or self.deadlines.agent
-        recorder = Recorder(rollout.policy, self.file, rollout.task.budget)
-        if rollout.task.diagnosis is not None:
-            recorder.diagnosis = self.diagnosis = Diagnosis(rollout.task, self.backend)
+        recorder = Recorder(rollout.policy, self.file, rollout.task.budget, diagnosis=self.diagnosis)
         running = rollout.harness.run(rollout.task.shown(), recorder, self.box, effort=rollout.effort)
         try:
             reason = await bounded(running, seconds, self.deadlines.grace)
@@ -203,7 +213,7 @@ class _Attempt:
         return reason
 
     async def _judge(self, reason: StopReason) -> Score:
-        """The score, less what was paid for public checks. A verifier that does not come to an end is an error, not a 0."""
+        """The score, less the price of asking the public verifier. A verifier that does not come to an end is an error, not a 0."""
         ended = replace(self.file.trajectory, stop_reason=reason)
         try:
             score = await bounded(judge(self.rollout.task, ended, self.box, self.backend), self.deadlines.judge, self.deadlines.grace)

@@ -78,7 +78,7 @@ class Composed:
             desk.ask = lambda prompt, context: self._called(desk, prompt, context, effort)
         tools = [tool for tool in self.tools if desk.box is not None or not tool.kind.machine]
         tools = [tool for tool in tools if desk.ask is not None or self.spec.tools[tool.name].kind != "agent"]
-        if desk.task.diagnosis is not None and not below and SUBMIT not in self.spec.tools:
+        if desk.model.diagnosis is not None and not below and SUBMIT not in self.spec.tools:
             tools.append(Bound(SUBMIT, ToolUse(kind="submit")))
         try:
             places = await self._places(desk, tools, request if below else self.context.begin(desk, request))

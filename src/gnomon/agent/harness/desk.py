@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.harness.fault import Fault
 from gnomon.agent.harness.skills import Skill
 from gnomon.agent.harness.spec import HarnessSpec
@@ -29,7 +30,9 @@ _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 
 
 class Model(Protocol):
-    """The one way to a policy: what a `Recorder` offers."""
+    """The one way to a policy: what a `Recorder` offers. `diagnosis` is the attempt's public verifier, None where it has none."""
+
+    diagnosis: Diagnosis | None
 
     async def complete(self, conversation: Conversation, sampling: Sampling | None = None, *,
                        purpose: Literal["compaction", "agent"] | None = None) -> Completion:

@@ -33,6 +33,7 @@ class Harness(Protocol):
     async def run(self, task: Task, model: Model, box: Sandbox | None, *, effort: str | None = None) -> StopReason:
         """One attempt: why it ended. What was said is on `model`'s record; `box` is None where the task needs no machine.
 
+        `model.diagnosis` is the task's public verifier, or None: a harness may let its agent ask it, and need not.
         A spent budget, a policy that cannot be reached and a machine that is lost are raised; what a policy does wrong is not.
         """
         ...
@@ -43,7 +44,10 @@ class Fits(Protocol):
     """A harness that needs something of a machine, such as a program in it."""
 
     async def fitted(self, spec: Spec) -> Spec:
-        """The machine that it needs where a task needs that one. Raises `ConfigError` where it cannot be made."""
+        """The machine that it needs where a task needs that one. May install, for minutes, at its first call.
+
+        Raises `ConfigError` where it cannot be made.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""Ask the task's public verifier how things stand. A task with a `diagnosis` gives every agent this tool, under the name `submit`.
+"""Ask the task's public verifier how things stand. An attempt that has one gives its agent this tool, under the name `submit`.
 
 How often, and at what price, the task says (`diagnosis.py`). It judges a copy of the machine, so the agent sees nothing of it, and it is
 not the verifier that decides. No settings.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.fields import Fields
 from gnomon.agent.harness.desk import Desk
 from gnomon.agent.harness.fault import Fault
@@ -31,11 +30,9 @@ class Kind:
 
     async def call(self, desk: Desk, given: Mapping[str, Any]) -> Seen:
         """The diagnosis."""
-        if desk.task.diagnosis is None:
+        diagnosis = desk.model.diagnosis
+        if diagnosis is None:
             raise Fault("this task has no diagnosis")
-        diagnosis = getattr(desk.model, "diagnosis", None) or desk.state.get("diagnosis")
-        if not isinstance(diagnosis, Diagnosis):
-            diagnosis = desk.state["diagnosis"] = Diagnosis(desk.task)
         record = getattr(desk.model, "trajectory", None)
         known = record if isinstance(record, Trajectory) else Trajectory(id="submission", task_id=desk.task.id)
         return Seen(text=await diagnosis.submit(known, desk.box))
