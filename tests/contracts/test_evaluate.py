@@ -1,9 +1,10 @@
 """Many attempts: bounded, resumed, counted as they should be, written down, and shown as text whatever they say."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gnomon.agent.policies.scripted import ScriptedPolicy
 from gnomon.agent.task import Check, Task
 from gnomon.agent.trajectory import Score, Span, StopReason, Trajectory, Turn
 from gnomon.data.messages import Conversation, Image, Message, Text, ToolCall
+from gnomon.data.tokenizer import train_tokenizer
 from gnomon.errors import ConfigError, DataError, GnomonError, PolicyError, Unsupported
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -322,7 +324,8 @@ def test_slugs_are_safe_and_differ() -> None:
 @pytest.mark.parametrize(("change", "said"), [
     ({"samples": 0}, "'samples' is 0"), ({"concurrency": -1}, "'concurrency'"), ({"tasks": []}, "'tasks' names none"),
     ({"policies": {}}, "'policies' names none"), ({"efforts": ["hihg"]}, "did you mean 'high'"), ({"harnesses": ["a", "a"]}, "one twice"),
-    ({"deadlines": {"agent": 0}}, "'agent' is 0"), ({"budget": {"turns": 0}}, "'turns' is 0"), ({"sample": 3}, "did you mean 'samples'")])
+    ({"deadlines": {"agent": 0}}, "'agent' is 0"), ({"deadlines": {"install": -1}}, "'install' is -1"),
+    ({"budget": {"turns": 0}}, "'turns' is 0"), ({"sample": 3}, "did you mean 'samples'")])
 def test_what_a_recipe_can_have_wrong(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe(tmp_path, **change)
@@ -348,6 +351,7 @@ def test_what_does_not_fit_is_said_before_anything_is_asked(tmp_path: Path, chan
 
 
 @pytest.mark.parametrize(("task", "said"), [
+    (replace(TASKS[0], diagnosis=Check(kind="limited")), "diagnosis"), (replace(TASKS[0], diagnosis=Check(kind="exakt")), "'exact'"),
     (replace(TASKS[0], check=Check(kind="exakt")), "did you mean 'exact'"), (replace(TASKS[0], check=Check(kind="exact")), "answer"),
     (replace(TASKS[0], metadata={"harbor": "a/b", "step": "two"}), "is a step of a Harbor task")])
 def test_a_task_that_cannot_be_judged_is_refused_at_once(tmp_path: Path, task: Task, said: str) -> None:
@@ -361,6 +365,47 @@ def test_a_task_that_cannot_be_judged_is_refused_at_once(tmp_path: Path, task: T
 
     with pytest.raises((ConfigError, DataError, Unsupported), match=said):
         asyncio.run(opening())
+
+
+class Thinks:
+    """A policy that knows its efforts."""
+
+    name = "thinks"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.efforts = settings["efforts"]
+
+
+@pytest.mark.parametrize(("known", "asked", "said"), [
+    (["low", "high", "max"], ["high", "medium"], "'efforts': 'medium': policy 'p' can be asked for none, low, high, max;"),
+    ([], ["max"], "'max': policy 'p' can be asked for none;"), (["low", "high", "max"], ["none", "low"], None), (None, ["medium"], None)])
+def test_an_effort_that_a_policy_does_not_know_is_refused_before_it_is_asked(
+        tmp_path: Path, known: list[str] | None, asked: list[str], said: str | None) -> None:
+    (tmp_path / "t.jsonl").write_text(TASKS[0].text + "\n")
+    table = {"tasks": [{"kind": "jsonl", "path": str(tmp_path / "t.jsonl")}], "harnesses": ["minimal"], "efforts": asked,
+             "policies": {"p": {"kind": f"{__name__}:Thinks", "settings": {"efforts": known}}}}
+
+    async def opening() -> None:
+        async with entrants(recipe(tmp_path, **table)):
+            pass
+
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        asyncio.run(opening())
+
+
+def test_the_effort_of_a_run_is_looked_at_before_it_is_served(tmp_path: Path) -> None:
+    pytest.importorskip("httpx", reason="a run that is served is reached over HTTP")
+    train_tokenizer(["a few words"] * 4, 290).save(tmp_path / "run" / "tokenizer")
+    table = {"tasks": [{"kind": "jsonl", "path": "nowhere.jsonl"}], "harnesses": ["minimal"], "efforts": ["medium"],
+             "policies": {"p": {"serve": str(tmp_path / "run")}}}
+
+    async def opening() -> None:
+        async with entrants(recipe(tmp_path, **table)):
+            pass
+
+    with pytest.raises(ConfigError, match="policy 'p' can be asked for none, low, high, max"):
+        asyncio.run(opening())
+    assert not list(tmp_path.glob("*.log"))
 
 
 def test_budgets_are_the_smaller_of_two(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Whatever can be wrong with a recipe is said before anything is asked of a policy
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,9 @@ async def entrants(recipe: EvalRecipe) -> AsyncIterator[Entrants]:
     harnesses = {_label(name): harness.opened(name) for name in recipe.harnesses}
     if len(harnesses) < len(recipe.harnesses):
         raise ConfigError(f"'harnesses': two have one name: {', '.join(recipe.harnesses)}")
-    for settings in recipe.policies.values():
-        if settings.serve is None:
-            policy.opened(settings.kind, settings.settings)
+    for name, settings in recipe.policies.items():
+        if settings.serve is None or settings.kind == "endpoint":  # one of ours opens nothing, so that it can be tried before it is served
+            _can_think(name, policy.opened(settings.kind, _table(name, settings, "http://127.0.0.1")), recipe.efforts)
     async with contextlib.AsyncExitStack() as stack:
         tasks, backend = await _tasks(recipe, stack)
         policies = {name: await _policy(name, settings, recipe.folder, stack) for name, settings in recipe.policies.items()}
@@ -114,16 +114,34 @@ async def _machines(recipe: EvalRecipe) -> AsyncIterator[Backend]:
 
 
 async def _policy(name: str, settings: PolicySettings, folder: Path, stack: contextlib.AsyncExitStack) -> policy.Policy:
-    table = dict(settings.settings)
+    url = ""
     if settings.serve is not None:
-        if "url" in table:
-            raise ConfigError(f"'policies.{name}': has both 'serve' and 'settings.url'; keep one")
-        served = {"name": slug(name), **settings.serving}
-        url = await stack.enter_async_context(serving(settings.serve, served, folder / f"serve-{slug(name)}.log"))
-        tokenizer = settings.serve / "tokenizer"
-        ids = {"tokens": True, "tokenizer": str(tokenizer)} if tokenizer.is_dir() else {}
-        table = {"url": f"{url}/v1", "model": served["name"], **ids, **table}
-    return policy.opened(settings.kind, table)
+        url = await stack.enter_async_context(serving(settings.serve, _served(name, settings), folder / f"serve-{slug(name)}.log"))
+    return policy.opened(settings.kind, _table(name, settings, url))
+
+
+def _served(name: str, settings: PolicySettings) -> dict[str, Any]:
+    return {"name": slug(name), **settings.serving}
+
+
+def _table(name: str, settings: PolicySettings, url: str) -> dict[str, Any]:
+    """A policy's settings; those of one that is served say where."""
+    if settings.serve is None:
+        return settings.settings
+    if "url" in settings.settings:
+        raise ConfigError(f"'policies.{name}': has both 'serve' and 'settings.url'; keep one")
+    tokenizer = settings.serve / "tokenizer"
+    ids = {"tokens": True, "tokenizer": str(tokenizer)} if tokenizer.is_dir() else {}
+    return {"url": f"{url}/v1", "model": _served(name, settings)["name"], **ids, **settings.settings}
+
+
+def _can_think(name: str, opened: policy.Policy, efforts: Sequence[str]) -> None:
+    """Raises `ConfigError` for an effort that a policy's format has no word for: each of its attempts would fail."""
+    known = opened.efforts if isinstance(opened, policy.KnowsEfforts) else None
+    for effort in efforts:
+        if known is not None and effort not in ("none", *known):
+            raise ConfigError(f"'efforts': '{effort}': policy '{name}' can be asked for {', '.join(('none', *known))}; its chat format has "
+                              "no other")
 
 
 def _answers(settings: PolicySettings) -> Any:

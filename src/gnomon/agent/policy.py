@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from gnomon import extend
 from gnomon.agent.trajectory import Span
-from gnomon.data.messages import Conversation, Message
+from gnomon.data.messages import Conversation, Effort, Message
 
 KINDS = "gnomon.agent.policies"
 Stop = Literal["stop", "length"]
@@ -66,6 +66,14 @@ class Policy(Protocol):
     async def close(self, session: str) -> None:
         """Forget a session; one that is not known is no error."""
         ...
+
+
+@runtime_checkable
+class KnowsEfforts(Protocol):
+    """A policy that knows how much it can be told to think, so that another word is refused before it is asked. `efforts` None: only its
+    server knows."""
+
+    efforts: tuple[Effort, ...] | None
 
 
 def opened(kind: str, settings: Mapping[str, Any] | None = None) -> Policy:

@@ -127,14 +127,15 @@ class ChatFormat(Protocol):
     """How one family of models writes conversations. Built from a tokenizer: `Format(tokenizer)`.
 
     `stop_ids` end a reply. An answer that must match a grammar lies between `answer_opens`, ids that the model writes when it has thought
-    (empty where nothing stands between), and `answer_closes`, the ids that must follow it before a stop id. `default_effort` is how much
-    the released tokenizer tells the model to think where nobody says it.
+    (empty where nothing stands between), and `answer_closes`, the ids that must follow it before a stop id. `efforts` are how much
+    one can tell the model to think, and `default_effort` is what the released tokenizer tells it where nobody says it.
     """
 
     name: str
     stop_ids: frozenset[int]
     answer_opens: tuple[int, ...]
     answer_closes: tuple[int, ...]
+    efforts: tuple[Effort, ...]
     default_effort: Effort | None
 
     def encode(self, conversation: Conversation, *, generate: bool = True, images: bool = False) -> Encoded:

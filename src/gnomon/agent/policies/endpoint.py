@@ -68,6 +68,7 @@ class EndpointPolicy:
 
     def __init__(self, endpoint: Endpoint, chat: ChatFormat | None = None) -> None:
         self.name = endpoint.model
+        self.efforts = chat.efforts if chat is not None else None
         self._endpoint = endpoint
         self._ledger = Ledger(chat) if chat is not None else None
         self._sessions: set[str] = set()

@@ -35,6 +35,7 @@ class ScriptedPolicy:
 
     def __init__(self, script: Script, chat: ChatFormat | None = None, *, name: str = "scripted", delay_seconds: float = 0.0) -> None:
         self.name = name
+        self.efforts = chat.efforts if chat is not None else None
         self._script = script
         self._delay = delay_seconds
         self._ledger = Ledger(chat) if chat is not None else None

@@ -31,6 +31,7 @@ class Format:
     name = "kimi_linear"
     answer_opens: tuple[int, ...] = ()
     answer_closes: tuple[int, ...] = ()
+    efforts: tuple[Effort, ...] = ()
     default_effort: Effort | None = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -26,7 +26,7 @@ from gnomon.errors import ConfigError
 
 MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 IMAGE_MARKERS = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
-EFFORTS = ("low", "high", "max")  # the released text also advertises `medium`, which the released encoder rejects
+EFFORTS: tuple[Effort, ...] = ("low", "high", "max")  # the released text also advertises `medium`, which the released encoder rejects
 
 TOOLS = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
 MORE_TOOLS = (
@@ -52,6 +52,7 @@ class Format:
     """XTML over a tokenizer that names K3's markers. Raises ConfigError where one is missing."""
 
     name = "xtml"
+    efforts = EFFORTS
     default_effort: Effort | None = "max"  # of the released tokenizer's template; its encoder has none
 
     def __init__(self, tokenizer: Tokenizer) -> None:
