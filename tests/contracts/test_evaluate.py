@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gnomon import config
-from gnomon.agent import evaluate_page
+from gnomon.agent import evaluate_page, evaluate_serving
 from gnomon.agent.evaluate import Entrants, Evaluation, Planned, plan, slug
 from gnomon.agent.evaluate_assembly import entrants
 from gnomon.agent.evaluate_progress import Display
@@ -453,3 +453,20 @@ def test_progress_in_a_terminal(tmp_path: Path) -> None:
     with Display(Console(width=100, file=text, force_terminal=True)) as display:
         asyncio.run(Evaluation(recipe(tmp_path), entry(Asks()), display).run())
     assert "reward so far" in text.getvalue()
+
+
+def test_an_address_that_is_half_written_is_not_taken(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("gnomon 1 serves x at http://127.0.0.1:80", encoding="utf-8")
+
+    class Process:
+        looks = 0
+
+        @property
+        def returncode(self) -> None:
+            self.looks += 1
+            if self.looks == 2:
+                log.write_text("gnomon 1 serves x at http://127.0.0.1:8080\n", encoding="utf-8")
+
+    process: Any = Process()
+    assert asyncio.run(evaluate_serving._address(process, tmp_path, log)) == "http://127.0.0.1:8080"

@@ -418,6 +418,19 @@ def test_a_full_host_is_waited_for(tmp_path: Path) -> None:
     assert done.score.error == "CapacityError: no room"
 
 
+def test_a_machine_that_comes_too_late_is_ended(tmp_path: Path) -> None:
+    class Late(Machines):
+        async def create(self, spec: Spec) -> Any:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return await super().create(spec)
+
+    late = Late()
+    done = attempted(tmp_path, Asks(), WITH_MACHINE, backend=late, deadlines=replace(AMPLE, machine=0.05, grace=60.0))
+    assert done.score is not None and (done.stop_reason, done.score.reward) == ("failed", None)
+    assert "was not ready" in (done.score.error or "") and [box.killed for box in late.boxes] == [1]
+
+
 def test_a_machine_that_will_not_end_is_said(tmp_path: Path) -> None:
     once = Machines(kills=[SandboxError("busy")])
     done = attempted(tmp_path, Asks(), WITH_MACHINE, backend=once)

@@ -18,7 +18,7 @@ from gnomon.errors import PolicyError
 READY_SECONDS = 900.0
 """Loading a large checkpoint takes minutes; a process that ends is noticed at once."""
 END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
-_ADDRESS = re.compile(r"\bat\s+(http://[^\s]+)")
+_ADDRESS = re.compile(r"\bat\s+(http://[^\s]+)\s")  # with what follows it: a line may be read before all of it is written
 
 
 @contextlib.asynccontextmanager

@@ -67,8 +67,8 @@ def streamed(dialect: Dialect, asked: Asked, completion: Completion) -> list[Sen
 
 
 def failed(dialect: Dialect, error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error. What the gateway's own fault is, is told without its inside; a spent budget has a status after which no
-    client tries again."""
+    """Status and body of an error. What the gateway's or the policy's own fault is, is told without its inside, which may name addresses
+    and say what a server behind them said; a spent budget has a status after which no client tries again."""
     text = str(error)
     match error:
         case Turned(status=status, code=code):
@@ -82,7 +82,7 @@ def failed(dialect: Dialect, error: Exception) -> tuple[int, dict[str, Any]]:
         case ConfigError() | DataError():
             return 400, dialect.error(400, text, None, "invalid_value")
         case PolicyError():
-            return 502, dialect.error(502, text, None, "policy_failed")
+            return 502, dialect.error(502, "the policy did not answer; whoever runs the attempt is told why", None, "policy_failed")
         case GnomonError():
             return 500, dialect.error(500, text, None, "server_error")
         case _:

@@ -150,7 +150,7 @@ class _Attempt:
         try:
             wanted = await self._wanted()
             with self._timed("machine"):
-                self.box = await self._machine(wanted)
+                await self._machine(wanted)
             with self._timed("agent"):
                 reason = await self._act()
         except Exception as error:  # noqa: BLE001 - whatever a harness, an endpoint or a machine raises is one attempt's failure
@@ -178,16 +178,17 @@ class _Attempt:
             raise SandboxTimeout(f"what the harness '{self.rollout.harness.name}' needs was not installed within {limits.install:g} s "
                                  "(the deadline 'install')") from None
 
-    async def _machine(self, wanted: Spec | None) -> Sandbox | None:
+    async def _machine(self, wanted: Spec | None) -> None:
         """That machine with the task's files. While this host is full, wait for room until the deadline."""
-        task, limits, backend = self.rollout.task, self.deadlines, self.backend
-        if wanted is None or backend is None:
-            return None
+        limits = self.deadlines
+        if wanted is None or self.backend is None:
+            return
         ends, pause = time.monotonic() + limits.machine, 0.1
         while True:
             left = max(ends - time.monotonic(), 0.0)
             try:
-                return await bounded(machine.made(task, backend, wanted), left, limits.grace)
+                await bounded(self._made(self.backend, wanted), left, limits.grace)
+                return
             except CapacityError:
                 if left <= pause:
                     raise
@@ -195,6 +196,10 @@ class _Attempt:
                 pause = min(2 * pause, 5.0)
             except Overran:
                 raise SandboxTimeout(f"its machine was not ready within {limits.machine:g} s") from None
+
+    async def _made(self, backend: Backend, wanted: Spec) -> None:
+        """Its machine is the attempt's from the moment it is there: one that comes too late is ended too."""
+        self.box = await machine.made(self.rollout.task, backend, wanted)
 
     async def _act(self) -> StopReason:
         rollout, seconds = self.rollout, self.rollout.task.budget.seconds or self.deadlines.agent
