@@ -134,6 +134,15 @@ def test_a_teacher_that_is_the_student_changes_nothing(tmp_path: Path) -> None:
     assert (said.logprobs - moved.logprobs).abs().max() > 0.05, "an alignment that is one off is seen"
 
 
+def test_what_is_kept_has_a_bound_of_bytes(teachers: dict[Cell, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole vocabularies are large: what does not fit is asked again, and says the same."""
+    documents = [(CELLS[0], Document(token_ids=(30, first, 5, 6), mask=(False, False, True, True))) for first in (3, 4, 5)]
+    monkeypatch.setattr("gnomon.posttrain.teachers.REMEMBERED_BYTES", 2 * (2 * 40 + 2) * 4)  # two documents of two places
+    bench = Teachers(routed(teachers), network().config)
+    first, again = bench.score(documents, "full"), bench.score(documents, "full")
+    assert bench.hits == 2 and all(torch.equal(one.logprobs, two.logprobs) for one, two in zip(first, again, strict=True))
+
+
 def test_scores_are_those_of_the_teacher_and_are_kept(teachers: dict[Cell, Path]) -> None:
     """By content: the same ids from the same teacher are asked once, from another again."""
     bench = Teachers(routed(teachers), network().config)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gnomon.agent.trajectory import Score
-from gnomon.errors import ConfigError, DataError, VerifierError
+from gnomon.errors import ConfigError, DataError, SandboxError, VerifierError
 from gnomon.posttrain import effort
 from gnomon.posttrain.effort import Budgets, TauConfig
 from gnomon.posttrain.grading import Grading
@@ -80,6 +80,41 @@ def test_graders_that_fail_or_hang_are_the_machines_fault() -> None:
     errors = [score.error or "" for score in scores if score]
     assert "ran past 0.3 s" in errors[0] and "VerifierError: no" in errors[1] and "no finite number" in errors[2]
     assert scores[3] == Score(reward=3.0) and grading.collect() == []
+
+
+def test_one_that_waits_behind_others_that_hang_is_graded() -> None:
+    """Whatever its place in the order in which scores are collected."""
+    forever = threading.Event()
+
+    def hangs(ids: tuple[int, ...], world: Any) -> Score:
+        forever.wait(600)
+        return Score(reward=1.0)
+
+    done: list[Rollout] = []
+    with Grading(1, timeout_seconds=0.3) as grading:
+        grading.submit(graded(3, None, grade=hangs, number=9), None)
+        grading.submit(graded(3, None, number=1), None)
+        thread = threading.Thread(target=lambda: done.extend(grading.collect()), daemon=True)
+        thread.start()
+        thread.join(60)
+        forever.set()
+    assert [each.score.reward for each in done if each.score] == [1, None]
+
+
+def test_a_world_that_cannot_be_closed_leaves_the_others_their_grader() -> None:
+    """Its own rollout is graded too."""
+    class Stuck:
+        def close(self) -> None:
+            raise SandboxError("lost")
+
+    done: list[Rollout] = []
+    with Grading(1, timeout_seconds=60) as grading:
+        for number in range(2):
+            grading.submit(graded(3, None, number=number), Stuck())  # type: ignore[arg-type]
+        thread = threading.Thread(target=lambda: done.extend(grading.collect()), daemon=True)
+        thread.start()
+        thread.join(60)
+    assert [each.score.reward for each in done if each.score] == [1, 1]
 
 
 def test_alarms() -> None:

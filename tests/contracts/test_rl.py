@@ -22,6 +22,7 @@ from gnomon.posttrain.partial import Pool, PoolConfig
 from gnomon.posttrain.policy import Sampler
 from gnomon.posttrain.problem import Problem
 from gnomon.posttrain.rl import RLConfig, SamplingConfig, Start
+from gnomon.train import checkpoint
 from gnomon.train.settings import MuonConfig
 
 SHAPE = ("vocab_size=48", "hidden_size=32", "num_hidden_layers=2", "intermediate_size=32", "mixers.kda.num_heads=1",
@@ -96,6 +97,35 @@ def test_a_run_that_was_killed_goes_on_the_same(tmp_path: Path) -> None:
         rl.train(start(seed=4), partial, tmp_path / "cut")
     with pytest.raises(CheckpointError, match="its source now gives"):
         rl.train(start(source=Source(salt="other")), replace(partial, steps=9), tmp_path / "cut")
+
+
+def test_a_folder_that_is_refused_stays_what_it_was(tmp_path: Path) -> None:
+    """One of another seed, and one of another kind of training."""
+    rl.train(start(), config(steps=1), tmp_path / "run")
+    checkpoint.save(tmp_path / "other", 1, {"seed": 3}, {"model": {}}, 1)
+    (tmp_path / "other" / "recipe.toml").write_text("seed = 3\n")
+    before = (tmp_path / "run" / "recipe.toml").read_text()
+    with pytest.raises(ConfigError, match="seed 3, not 4"):
+        rl.train(start(seed=4), config(), tmp_path / "run", recipe="other = 1\n")
+    with pytest.raises(ConfigError, match="another kind of training"):
+        rl.train(start(), config(), tmp_path / "other")
+    assert (tmp_path / "run" / "recipe.toml").read_text() == before and (tmp_path / "other" / "recipe.toml").read_text() == "seed = 3\n"
+
+
+def test_weights_that_were_to_stay_are_there_whenever_the_run_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies once the checkpoint is whole does not come to that step again, so the copy must stand before."""
+    whole = checkpoint.save
+
+    def dies(run: Path, step: int, *rest: Any) -> Path:
+        made = whole(run, step, *rest)
+        if run == tmp_path / "run":
+            raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(checkpoint, "save", dies)
+    with pytest.raises(KeyboardInterrupt):
+        rl.train(start(), config(steps=2, keep=KeepConfig(every=1, stay=(1,))), tmp_path / "run")
+    assert load_model(kept_folder(tmp_path / "run", 1))[1].name == "step-000001"
 
 
 def test_partial_rollouts_span_versions() -> None:

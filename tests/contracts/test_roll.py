@@ -1,5 +1,7 @@
 """The roll names who did not sign off, and only where ranks could not talk."""
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -18,6 +20,14 @@ def test_who_has_not_signed_off_is_missing() -> None:
     one, other = first.missing(grace=0.05)
     assert one.startswith("rank 1 (process ") and one.endswith("last seen at step 8)")
     assert other == "rank 3 (never seen, before its first step)"
+
+
+def test_ranks_that_share_the_store_wait_as_long_as_before() -> None:
+    """A rank that comes late to the first exchange, while another prepares the text, is no lost rank."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1800))
+    Roll(dist.PrefixStore("roll", store), 0, 2).mark(1)
+    assert store.timeout == timedelta(seconds=1800)
 
 
 def test_only_lost_connections_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

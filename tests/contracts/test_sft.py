@@ -80,7 +80,8 @@ def test_sampled_ids_are_taken_as_they_are(form: ChatFormat, tmp_path: Path) -> 
 @pytest.mark.parametrize(("record", "words"), [
     ("{", "no JSON"), ("[]", "expected an object"), ('{"text": "x"}', "neither 'messages'"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to learn"), ('{"messages": [{"role": "elf", "content": "x"}]}', "role"),
-    ('{"schema_version": "ATIF-v1.8"}', "'steps' is missing"),
+    ('{"schema_version": "ATIF-v1.8"}', "'steps' is missing"), ('{"schema_version": "ATIF-v1.8", "steps": [["x"]]}', "indices"),
+    ('{"schema_version": "ATIF-v1.8", "steps": [{"source": "agent", "observation": "x"}]}', "no attribute 'get'"),
 ])
 def test_what_is_no_conversation_is_named(record: str, words: str, form: ChatFormat, tmp_path: Path) -> None:
     """With file and line."""

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -25,7 +24,6 @@ class Roll:
 
     def __init__(self, store: dist.Store, rank: int, world: int):
         self.store, self.rank, self.world = store, rank, world
-        store.set_timeout(timedelta(seconds=GRACE))
         store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
 
     def mark(self, step: int) -> None:

@@ -54,7 +54,8 @@ def _file(path: Path, text: str, form: ChatFormat) -> Iterator[Example]:
         yield from _record(parsed(text, str(path)), str(path), form)
         return
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if lines and '"kind"' in lines[0][1] and parsed(lines[0][1], f"{path}:1").get("kind") == "begin":
+    first = parsed(lines[0][1], f"{path}:{lines[0][0]}") if lines and '"kind"' in lines[0][1] else None
+    if isinstance(first, Mapping) and first.get("kind") == "begin":
         yield from of_trajectory(trajectory_file.read(path), form)
         return
     for number, line in lines:
@@ -72,7 +73,7 @@ def _record(record: Any, where: str, form: ChatFormat) -> Iterator[Example]:
             yield encoded(form.encode(_from_chat(record), generate=False))
         else:
             raise DataError("has neither 'messages' nor an ATIF 'schema_version'")
-    except (ConfigError, DataError, KeyError, TypeError) as error:
+    except (ConfigError, DataError, KeyError, TypeError, AttributeError) as error:
         what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{where}: {what}") from None
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -27,12 +29,13 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One rollout to judge; `started` is None while it waits."""
+    """One rollout to judge; `started` is None while it waits. `given_up`: it hangs, and another thread is there for the rest."""
 
     rollout: Rollout
     world: Episode | None
     result: Future[Score]
     started: float | None = None
+    given_up: bool = False
 
 
 class Grading:
@@ -57,19 +60,31 @@ class Grading:
     def collect(self) -> list[Rollout]:
         """All that were submitted since the last call, graded, by group and member. Waits; one that hangs is given up."""
         jobs, self._jobs = self._jobs, {}
-        return [job.rollout.graded(self._score(job)) for _, job in sorted(jobs.items(), key=lambda pair: pair[0])]
+        return [job.rollout.graded(self._score(job, jobs.values())) for _, job in sorted(jobs.items(), key=lambda pair: pair[0])]
 
-    def _score(self, job: _Job) -> Score:
-        while not job.result.done():
-            left = self.timeout_seconds if job.started is None else job.started + self.timeout_seconds - time.monotonic()
-            if left <= 0:
-                self._add_thread()  # its own is stuck
-                return Score(reward=None, error=f"the grader of problem {job.rollout.problem.id} ran past {self.timeout_seconds:g} s")
-            _wait(job.result, min(left, 1.0))
+    def _score(self, job: _Job, jobs: Collection[_Job]) -> Score:
+        while not job.result.done() and not job.given_up:
+            _wait(job.result, min(self._relieve(jobs), 1.0))
+        if job.given_up:
+            return Score(reward=None, error=f"the grader of problem {job.rollout.problem.id} ran past {self.timeout_seconds:g} s")
         error = job.result.exception()
         if error is not None:
             return Score(reward=None, error=f"the grader of problem {job.rollout.problem.id} failed: {type(error).__name__}: {error}")
         return job.result.result()
+
+    def _relieve(self, jobs: Collection[_Job]) -> float:
+        """Replace the threads of all jobs that hang: one that waits may have none left. Returns the seconds until the next may hang."""
+        soonest = self.timeout_seconds
+        for job in jobs:
+            if job.started is None or job.result.done() or job.given_up:
+                continue
+            left = job.started + self.timeout_seconds - time.monotonic()
+            if left <= 0:
+                job.given_up = True
+                self._add_thread()
+            else:
+                soonest = min(soonest, left)
+        return soonest
 
     def _add_thread(self) -> None:
         self._threads += 1
@@ -119,5 +134,11 @@ def _work(todo: queue.SimpleQueue[_Job | None]) -> None:
         finally:
             if not job.result.done():  # something that ends the thread, such as SystemExit
                 job.result.set_exception(VerifierError("the grader ended its thread"))
-            if job.world is not None:
-                job.world.close()
+            _close(job)
+
+
+def _close(job: _Job) -> None:
+    """Close its world; one that cannot be closed must not end the thread that others wait for."""
+    if job.world is not None:
+        with suppress(*FAILURES):
+            job.world.close()

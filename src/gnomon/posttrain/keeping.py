@@ -61,12 +61,13 @@ class Kept:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(f"run folder '{self.folder}' is a file; name another") from None
-        text = self.recipe or toml.to_toml(Shape(model=self.learner.model.config))
-        (self.folder / "recipe.toml").write_text(text)
         path = checkpoint.latest(self.folder)
         if path is None:
+            self._describe()
             return 0, 0
         saved = checkpoint.load(path)
+        if "memory" not in saved.state:
+            raise ConfigError(f"run folder '{self.folder}' is of another kind of training; name another folder")
         if saved.state["seed"] != self.seed:
             raise ConfigError(f"run folder '{self.folder}' was begun with seed {saved.state['seed']}, not {self.seed}; name another folder")
         checkpoint.restore_model(self.learner.model, saved.tensors["model"], path)
@@ -76,16 +77,20 @@ class Kept:
                                   "kind; name another folder")
         for name, part in self.memory.items():
             part.restore(saved.state["memory"][name])
+        self._describe()  # last, so that a folder which is refused stays what it was
         return saved.state["step"], saved.state["metrics_bytes"]
+
+    def _describe(self) -> None:
+        (self.folder / "recipe.toml").write_text(self.recipe or toml.to_toml(Shape(model=self.learner.model.config)))
 
     def save(self, step: int, metrics: Metrics) -> None:
         """A checkpoint after `step` steps; `stay` also copies the weights to `kept/`."""
         memory = {name: part.state() for name, part in self.memory.items()}
         state = {"seed": self.seed, "memory": memory, "metrics_bytes": metrics.sync()}
         tensors = {"model": checkpoint.model_tensors(self.learner.model), "optimizer": self.learner.optimizer.state_dict()}
-        checkpoint.save(self.folder, step, state, tensors, self.config.keep)
-        if step in self.config.stay:
+        if step in self.config.stay:  # first: a run that is killed in between does this step again, and this with it
             self._set_apart(step, tensors["model"])
+        checkpoint.save(self.folder, step, state, tensors, self.config.keep)
 
     def _set_apart(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         apart = kept_folder(self.folder, step)

@@ -29,6 +29,8 @@ from gnomon.posttrain.learner import Document, hidden_states, in_pieces, stream
 Cell = tuple[str, str]
 Mode = Literal["sampled", "topk", "full"]
 MICRO_TOKENS = 16_384
+REMEMBERED_BYTES = 1 << 28
+"""Of what teachers said: whole vocabularies of many documents would fill any memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,11 @@ class Said:
     scores: Float[Tensor, "n k"] | None = None
     ids: Int[Tensor, "n k"] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """What is held."""
+        return sum(t.nbytes for t in (self.logprobs, self.scores, self.ids) if t is not None)
+
 
 class Teachers:
     """All teachers of a run. `student` is the folder whose tokenizer the ids belong to, where there is one.
@@ -68,7 +75,7 @@ class Teachers:
         self._network: Transformer | None = None
         self._holds: Path | None = None
         self._said: OrderedDict[bytes, Said] = OrderedDict()
-        self.reads = self.hits = 0
+        self._bytes = self.reads = self.hits = 0
 
     def score(self, documents: Sequence[tuple[Cell, Document]], mode: Mode = "sampled", k: int = 64) -> list[Said]:
         """What the teacher of each document's cell says about it. Raises `ConfigError` for a cell without a teacher."""
@@ -87,10 +94,16 @@ class Teachers:
             network = self._read(run)
             chosen = [documents[i][1] for i in indices]
             for index, said in zip(indices, _ask(network, chosen, mode, k, self.temperature), strict=True):
-                found[keys[index]] = self._said[keys[index]] = said
-        while len(self._said) > self.remembered:
-            self._said.popitem(last=False)
+                found[keys[index]] = said
+                self._remember(keys[index], said)
         return [found[key] for key in keys]
+
+    def _remember(self, key: bytes, said: Said) -> None:
+        """Keep it, and forget the oldest while there is too much."""
+        if key not in self._said:
+            self._said[key], self._bytes = said, self._bytes + said.nbytes
+        while len(self._said) > self.remembered or self._bytes > REMEMBERED_BYTES:
+            self._bytes -= self._said.popitem(last=False)[1].nbytes
 
     def _key(self, cell: Cell, document: Document, mode: Mode, k: int) -> bytes:
         path = self.checkpoints[self.where[cell]]

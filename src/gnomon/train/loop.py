@@ -239,7 +239,7 @@ def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[T
 def save(parts: Parts, step: int, metrics: Metrics | None) -> None:
     """Write the checkpoint after `step` steps; the first rank's work, to which others give what they hold."""
     model = parts.spread.whole(checkpoint.model_tensors(parts.model))
-    optimizer = parts.spread.whole_states(parts.optimizer.state_dict())
+    optimizer = parts.spread.whole_states(parts.optimizer.state_dict(), matrices=parts.recipe.optimizer.matrices)
     if metrics is None:
         return
     run: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}

@@ -113,13 +113,13 @@ class Spread:
             named = {name: t for name, t in named.items() if name in self.held or self._parameter(name) in self.held or "." not in name}
         return {name: t.chunk(ranks)[index] if self._parameter(name) in self.cut else t for name, t in named.items()}
 
-    def whole_states(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """An optimiser's whole state on the first rank, from those of all ranks; all must call."""
+    def whole_states(self, own: Mapping[str, Tensor], *, matrices: bool) -> dict[str, Tensor]:
+        """An optimiser's whole state on the first rank, from those of all ranks; all must call. `matrices`: whether it orthogonalises."""
         elsewhere = {name for shards in self.shards for name in shards.parameters}
         joined = {name: t for name, t in own.items() if name.partition(".")[2] not in elsewhere}
         for shards in self.shards:
             for name, parameter in shards.parameters.items():
-                for kind in ("momentum",) if is_matrix(name, parameter) else ("first", "second"):
+                for kind in ("momentum",) if matrices and is_matrix(name, parameter) else ("first", "second"):
                     whole = shards.joined(name, own.get(f"{kind}.{name}"))
                     if whole is not None:
                         joined[f"{kind}.{name}"] = whole
