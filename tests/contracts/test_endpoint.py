@@ -12,12 +12,12 @@ import pytest
 
 from gnomon.agent import policy as policies
 from gnomon.agent.policies.endpoint import Endpoint, EndpointPolicy
-from gnomon.agent.policy import Sampling
+from gnomon.agent.policy import ContextFull, Sampling
 from gnomon.agent.record import Recorder
 from gnomon.agent.trajectory import Trajectory
 from gnomon.data.chat import ChatFormat
 from gnomon.data.messages import Conversation, Image, Message, Text, Tool, ToolCall
-from gnomon.errors import CapacityError, ConfigError, DataError, PolicyError
+from gnomon.errors import ConfigError, DataError, PolicyError
 
 pytest.importorskip("httpx", reason="an endpoint needs the extra 'serve'")
 EMPTY = Trajectory(id="t-1", task_id="t")
@@ -139,7 +139,7 @@ def test_what_may_pass_is_tried_again(pretending: Any) -> None:
 
 
 @pytest.mark.parametrize(("status", "answer", "kind", "fault"), [
-    (400, {"error": {"code": "context_length_exceeded"}}, CapacityError, "400"), (401, {"error": "key"}, PolicyError, "401"),
+    (400, {"error": {"code": "context_length_exceeded"}}, ContextFull, "400"), (401, {"error": "key"}, PolicyError, "401"),
     (200, b"<html>", PolicyError, "no JSON"), (200, {"choices": [{"message": {"content": 3}}]}, PolicyError, "content"),
 ])
 def test_what_is_no_answer_is_an_error(pretending: Any, status: int, answer: Any, kind: Any, fault: str) -> None:
@@ -147,6 +147,13 @@ def test_what_is_no_answer_is_an_error(pretending: Any, status: int, answer: Any
     with pytest.raises(kind, match=fault):
         talked(EndpointPolicy(Endpoint(url=url, model="m")), 1)
     assert len(bodies) == 1
+
+
+def test_text_that_is_none_is_refused_before_it_is_sent(pretending: Any) -> None:
+    url, bodies = pretending([(200, GOOD)])
+    with pytest.raises(DataError, match="surrogate"):
+        talked(EndpointPolicy(Endpoint(url=url, model="m")), 1, tools=(Tool(name="t", description="\ud800"),))
+    assert not bodies
 
 
 def test_a_conversation_goes_out_whole(pretending: Any) -> None:

@@ -20,7 +20,7 @@ from gnomon.agent.verifier import judge
 from gnomon.data.chat import chat_format
 from gnomon.data.messages import Conversation, Message
 from gnomon.data.tokenizer import train_tokenizer
-from gnomon.errors import ConfigError, GnomonError, PolicyError, SandboxError, Unsupported
+from gnomon.errors import ConfigError, DataError, GnomonError, PolicyError, SandboxError, Unsupported
 from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.sandbox import Backend, Network
 
@@ -104,6 +104,22 @@ def test_a_program_of_ours_reaches_the_gateway_and_nothing_else() -> None:
     ended, recorder, (network, _) = attempted(ProgramHarness(chosen), ScriptedPolicy(["hello {url}"]), look=look)
     assert ended == "finished" and recorder.turns == 1 and recorder.trajectory.answer() == "hello {url}"
     assert network == Network()  # nothing is reached once it has ended
+
+
+@needs_curl
+def test_a_request_without_sense_after_one_with_it_dodges_no_score() -> None:
+    def reply(conversation: Conversation) -> Message:
+        if "nonsense" in conversation.messages[-1].text:
+            raise DataError("this cannot be encoded")
+        return say("hello")
+
+    again = OURS.argv[2] % "true" + "body='{\"model\": \"m\", \"messages\": [{\"role\": \"user\", \"content\": \"nonsense\"}]}'\n" + \
+        OURS.argv[2].strip().splitlines()[1] % "false"
+    ended, recorder, score = attempted(ProgramHarness(Program(name="ours", argv=("sh", "-c", again))), ScriptedPolicy(reply))
+    assert ended == "refused" and recorder.turns == 1 and score.reward == 0.0
+    only = OURS.argv[2].replace('"hi"', '"nonsense"') % "true"
+    ended, recorder, _ = attempted(ProgramHarness(Program(name="ours", argv=("sh", "-c", only))), ScriptedPolicy(reply))
+    assert isinstance(ended, DataError) and recorder.turns == 0
 
 
 @needs_curl

@@ -14,7 +14,7 @@ from gnomon.agent import rollout as rollout_module
 from gnomon.agent import trajectory_file, verifier
 from gnomon.agent.harness import harness as harnesses
 from gnomon.agent.policies.scripted import ScriptedPolicy, say
-from gnomon.agent.policy import Sampling
+from gnomon.agent.policy import ContextFull, Sampling
 from gnomon.agent.record import Recorder
 from gnomon.agent.rollout import Deadlines, Rollout, attempt, kept
 from gnomon.agent.task import Budget, Check, Task
@@ -127,6 +127,18 @@ def rollout(harness: Any, task: Task = TASK, policy: Any = None, **more: Any) ->
 def attempted(path: Path, harness: Any, task: Task = TASK, policy: Any = None, backend: Any = None,
               deadlines: Deadlines = AMPLE) -> Trajectory:
     return asyncio.run(attempt(rollout(harness, task, policy), path / "t.jsonl", backend, deadlines))
+
+
+def test_a_context_that_is_full_ends_an_attempt_that_is_judged(tmp_path: Path) -> None:
+    replies = iter(["4"])
+
+    def reply(conversation: Any) -> Any:
+        for text in replies:
+            return say(text)
+        raise ContextFull("no room for more")
+
+    done = attempted(tmp_path, Asks(2), policy=ScriptedPolicy(reply))
+    assert done.score is not None and (done.stop_reason, done.score.reward, len(done.turns)) == ("budget", 1.0, 1)
 
 
 def test_an_attempt(tmp_path: Path) -> None:

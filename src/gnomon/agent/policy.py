@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 from gnomon import extend
 from gnomon.agent.trajectory import Span
 from gnomon.data.messages import Conversation, Effort, Message
+from gnomon.errors import CapacityError
 
 KINDS = "gnomon.agent.policies"
 Stop = Literal["stop", "length"]
@@ -52,6 +53,10 @@ class Completion:
     prompt_ids: tuple[int, ...] = ()
     sampled: Span | None = None
     spent: Spent = field(default_factory=Spent)
+
+
+class ContextFull(CapacityError):
+    """A conversation is longer than the policy can read: the attempt has used all the context that there is."""
 
 
 class Policy(Protocol):

@@ -26,7 +26,7 @@ from gnomon.agent.task import Task
 from gnomon.agent.trajectory import StopReason
 from gnomon.config import from_dict, read_toml, setting
 from gnomon.data.messages import Effort
-from gnomon.errors import ConfigError, SandboxError
+from gnomon.errors import ConfigError, DataError, SandboxError
 from gnomon.sandbox.images import Image
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.sandbox import Command, Network, Process, Sandbox, Spec
@@ -121,8 +121,8 @@ class ProgramHarness:
                 code, said = await self._ran(task, box, visit, effort)
             finally:
                 await box.set_network(Network())
-        if visit.failure is not None:
-            raise visit.failure
+        if visit.failure is not None and not (isinstance(visit.failure, ConfigError | DataError) and model.turns > before):
+            raise visit.failure  # but a request that makes no sense, after others that did, is the program's own doing
         if model.turns == before:
             raise SandboxError(f"harness '{self.name}': it ended with status {code} and had asked nothing. It said: {said}")
         return "finished" if code == 0 else "refused"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args
 from gnomon.agent import machine, trajectory_file
 from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.harness.harness import Fits, Harness
-from gnomon.agent.policy import Policy
+from gnomon.agent.policy import ContextFull, Policy
 from gnomon.agent.record import BudgetSpent, Recorder
 from gnomon.agent.task import Task
 from gnomon.agent.trajectory import Score, StopReason, Trajectory
@@ -209,6 +209,8 @@ class _Attempt:
             reason = await bounded(running, seconds, self.deadlines.grace)
         except BudgetSpent as spent:
             return "deadline" if spent.limit == "seconds" else "budget"
+        except ContextFull:
+            return "budget"
         except Overran:
             return "deadline"
         finally:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from gnomon.agent import endpoint_chat
 from gnomon.agent.fields import Fields, parsed
 from gnomon.agent.ledger import Ledger
-from gnomon.agent.policy import Completion, Sampling, Spent
+from gnomon.agent.policy import Completion, ContextFull, Sampling, Spent
 from gnomon.agent.trajectory import Span
 from gnomon.data.chat import ChatFormat, chat_format
 from gnomon.data.messages import Conversation
 from gnomon.data.tokenizer import Tokenizer
-from gnomon.errors import CapacityError, ConfigError, DataError, PolicyError
+from gnomon.errors import ConfigError, DataError, PolicyError
 
 if TYPE_CHECKING:
     import httpx
@@ -75,7 +75,7 @@ class EndpointPolicy:
         self._client: httpx.AsyncClient | None = None
 
     async def complete(self, session: str, conversation: Conversation, sampling: Sampling) -> Completion:
-        """The model's answer. Raises `PolicyError` where the server cannot be reached or gives no answer that can be kept, `CapacityError`
+        """The model's answer. Raises `PolicyError` where the server cannot be reached or gives no answer that can be kept, `ContextFull`
         where it says that the context is too long."""
         self._sessions.add(session)
         if self._ledger is None:
@@ -135,6 +135,8 @@ class EndpointPolicy:
                 await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), 30.0))
             try:
                 answer = await self._client.post(url, json=data)
+            except UnicodeEncodeError as error:
+                raise DataError(f"half a surrogate pair cannot be sent to {url} ({error.reason}); leave it out") from None
             except httpx.HTTPError as error:
                 said = f"{type(error).__name__}: {error}".rstrip(": ")
                 continue
@@ -145,7 +147,7 @@ class EndpointPolicy:
                     raise PolicyError(str(error)) from None
             said = f"status {answer.status_code}: {answer.text[:500]}"
             if "context_length" in answer.text or answer.status_code == 413:
-                raise CapacityError(f"{url}: {said}")
+                raise ContextFull(f"{url}: {said}")
             if answer.status_code not in TRY_AGAIN:
                 break
         raise PolicyError(f"{url}: {said}")
