@@ -327,3 +327,18 @@ def test_groups_of_somebody_else_are_left_at_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "rmdir", refuse)
     assert cgroups.sweep({"pids": str(tmp_path), "cpu": str(tmp_path)}) == 0
     assert len(tried) <= 2
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_group_that_does_not_stand_still_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unified: bool) -> None:
+    """One that stayed half frozen would never answer again."""
+    group = object.__new__(cgroups.Group)
+    group.name, group.parents, group.unified = "g", {"freezer": str(tmp_path)}, str(tmp_path) if unified else ""
+    written = tmp_path / "g" / ("cgroup.freeze" if unified else "freezer.state")
+    written.parent.mkdir()
+    written.touch()
+    monkeypatch.setattr(cgroups, "FREEZE_SECONDS", 0.05)
+    monkeypatch.setattr(cgroups, "read", lambda path: "FREEZING")
+    with pytest.raises(OSError, match="does not freeze"):
+        group.freeze(True)
+    assert written.read_text() == ("0" if unified else "THAWED")

@@ -28,6 +28,14 @@ MODEL = {
 }
 
 
+@pytest.fixture
+def few() -> dict[str, Any]:
+    """Changes that make the small run one of two steps, for runs over several ranks."""
+    return {"batch_tokens": 512, "stages": [{"context": 64, "steps": 1}, {"context": 128, "steps": 1}], "micro_batch_tokens": 128,
+            "model": {"num_hidden_layers": 4, "attn_res_block_size": 1}, "evaluate": {"tokens": 128, "contexts": [64]},
+            "checkpoint": {"every_steps": 1, "keep": 9}}
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two modules of the standard library as a corpus."""

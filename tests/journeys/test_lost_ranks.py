@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_meshes import FEW
 
 from gnomon import config as toml
 from gnomon.train.loop import train
@@ -30,8 +29,8 @@ loop.train(load(Path(sys.argv[1])), quiet=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["die", "hang"])
-def test_a_lost_rank_is_named_and_comes_back(fault, recipe, rows, tmp_path, repository: Path):
-    alone, wanted = recipe("alone", **FEW), recipe("lost", mesh={"expert": 2, "patience": 60.0}, **FEW)
+def test_a_lost_rank_is_named_and_comes_back(fault, recipe, few, rows, tmp_path, repository: Path):
+    alone, wanted = recipe("alone", **few), recipe("lost", mesh={"expert": 2, "patience": 60.0}, **few)
     train(alone, quiet=True)
     path, program = tmp_path / "recipe.toml", tmp_path / "program.py"
     path.write_text(toml.to_toml(wanted))

@@ -24,11 +24,6 @@ for path in sys.argv[1:]:
     train(load(Path(path)), quiet=True)
 """
 
-FEW = {"batch_tokens": 512, "stages": [{"context": 64, "steps": 1}, {"context": 128, "steps": 1}], "micro_batch_tokens": 128,
-       "model": {"num_hidden_layers": 4, "attn_res_block_size": 1}, "evaluate": {"tokens": 128, "contexts": [64]},
-       "checkpoint": {"every_steps": 1, "keep": 9}}
-
-
 def run_all(recipes: list[Any], folder: Path, repository: Path, ranks: int = 4) -> subprocess.CompletedProcess[str]:
     """Train one recipe after another under one torchrun."""
     program, paths = folder / "program.py", []
@@ -41,15 +36,15 @@ def run_all(recipes: list[Any], folder: Path, repository: Path, ranks: int = 4) 
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
-def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, rows: Any, folder: Path, repository: Path) -> None:
+def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, few: Any, rows: Any, folder: Path, repository: Path) -> None:
     """Each run goes through its meshes, a step on each but the last, which does the rest; all are the run of one rank."""
-    alone = recipe("alone", **FEW)
+    alone = recipe("alone", **few)
     train(alone, quiet=True)
     started, ended = [], {}
     for name, stretch in meshes.items():
-        begun = {**FEW, "stages": FEW["stages"][:1]}
+        begun = {**few, "stages": few["stages"][:1]}
         started += [recipe(name, mesh=mesh, **begun) for mesh in stretch[:-1]]
-        ended[name] = recipe(name, mesh=stretch[-1], **FEW)
+        ended[name] = recipe(name, mesh=stretch[-1], **few)
     result = run_all([*started, *ended.values()], folder, repository)
     assert result.returncode == 0, result.stderr[:6000]
     for name, other in ended.items():
@@ -66,18 +61,18 @@ def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, rows: Any
         assert (other.run / "report.html").exists()
 
 
-def test_pairs_of_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
+def test_pairs_of_axes_give_the_run_of_one_rank(recipe, few, rows, tmp_path, repository):
     meshes = {"experts and shared-out copies": [{"expert": 2, "data": 2, "zero": 1}],
               "from experts to stages and tokens": [{"expert": 4}, {"pipeline": 2, "virtual": 2, "context": 2, "zero": 1}]}
-    check_meshes(meshes, recipe, rows, tmp_path, repository)
+    check_meshes(meshes, recipe, few, rows, tmp_path, repository)
 
 
 @pytest.mark.slow
-def test_single_axes_give_the_run_of_one_rank(recipe, rows, tmp_path, repository):
+def test_single_axes_give_the_run_of_one_rank(recipe, few, rows, tmp_path, repository):
     meshes = {"copies": [{}], "experts and tokens": [{"expert": 2, "context": 2}],
               "from experts to tokens": [{"expert": 4}, {"context": 2, "zero": 1}],
               "stages": [{"pipeline": 4}], "stages and copies": [{"pipeline": 2, "virtual": 1}],
               "stages and experts": [{"pipeline": 2, "expert": 2}], "shared-out copies": [{"zero": 1}],
               "experts and copies": [{"expert": 2}],
               "experts": [{"expert": 4}], "tokens": [{"context": 4}]}
-    check_meshes(meshes, recipe, rows, tmp_path, repository)
+    check_meshes(meshes, recipe, few, rows, tmp_path, repository)

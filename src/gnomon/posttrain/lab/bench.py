@@ -6,6 +6,7 @@ Grading happens in many threads; each asks for one program and waits. Read next:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
 import threading
@@ -96,10 +97,14 @@ class Bench:
                     for _, future in batch:
                         if not future.done():
                             future.set_exception(VerifierError(f"the programs of the lab did not run: {type(error).__name__}: {error}"))
+                    if box is not None:
+                        with contextlib.suppress(GnomonError, OSError):
+                            await box.kill()
                     box = None
         finally:
             if backend is not None:
                 await backend.close()
+            self._thread = None  # whatever ended this one, the next who asks begins another
 
     def _batch(self) -> list[Asked]:
         """All that wait, at least one; nothing when it is over."""

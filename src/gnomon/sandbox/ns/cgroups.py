@@ -10,6 +10,9 @@ import os
 import time
 
 ROOT = "/sys/fs/cgroup"
+FREEZE_SECONDS = 5.0
+"""How long programs that fork without end may take to stand still."""
+
 WANTED = ("memory", "pids", "cpu", "cpuacct", "freezer")
 PREFIX = "gnomon-"
 
@@ -201,18 +204,20 @@ class Group:
             self.joins.append(os.open(os.path.join(folder, "cgroup.procs" if unified else "tasks"), os.O_WRONLY | os.O_CLOEXEC))
 
     def freeze(self, frozen: bool) -> bool:
-        """Stop or continue every program of the group; False where there is no freezer."""
+        """Stop or continue every program of the group; False where there is no freezer. A group that does not stand still goes on."""
         folder = self.path("freezer")
         if not folder:
             return False
         unified = self.is_unified("freezer")
         name, values = ("cgroup.freeze", ("0", "1")) if unified else ("freezer.state", ("THAWED", "FROZEN"))
         write(os.path.join(folder, name), values[frozen])
-        for _ in range(1000):
+        limit = time.monotonic() + FREEZE_SECONDS
+        while time.monotonic() < limit:
             state = read(os.path.join(folder, "cgroup.events" if unified else name))
             if (f"frozen {int(frozen)}" in state) if unified else (state.strip() == values[frozen]):
                 return True
             time.sleep(0.0005)
+        write(os.path.join(folder, name), values[False])
         raise OSError(f"{self.name} does not {'freeze' if frozen else 'thaw'}")
 
     def count(self) -> tuple[int, int, int]:

@@ -260,6 +260,7 @@ class Machine:
         else:
             _, _, numbers, _ = await channel.request(wire.STOP_ALL)
             if numbers[:1] != (1,):
+                await channel.request(wire.CONTINUE_ALL)
                 raise SandboxError(f"the programs of {self.id} do not stand still")
 
     async def _thaw(self) -> None:
