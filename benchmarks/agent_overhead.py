@@ -199,9 +199,10 @@ async def measure(parsed: argparse.Namespace, chat: ChatFormat, folder: Path) ->
         for work in ways.values():
             await work(max(parsed.rollouts // 10, 1))
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(parsed.repeats):
+        for run in range(parsed.repeats):
             for name, work in ways.items():
                 seconds[name].append(await work(parsed.rollouts))
+                print(f"{name:28} {total / seconds[name][-1]:8.0f} turns/s  (run {run + 1} of {parsed.repeats})", flush=True)
         figures: dict[str, Any] = {}
         for name, values in seconds.items():
             rates = machine.spread([total / value for value in values])

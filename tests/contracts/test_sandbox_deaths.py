@@ -100,6 +100,24 @@ def test_the_zygote_is_killed() -> None:
     using(body)
 
 
+def test_what_was_frozen_when_its_zygote_died_ends_with_the_next() -> None:
+    """A frozen process cannot die; the next zygote lets it go on, whether or not a registry knows of it."""
+
+    async def body(backend: Backend) -> None:
+        box = await backend.create(SPEC)
+        await box.start(Command(argv=("sleep", "1000"), timeout_seconds=None))
+        pids = descendants(pid_of(backend))
+        await box.pause()
+        os.kill(pid_of(backend), signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            await box.resume()
+        other = await backend.create(SPEC)
+        assert (await other.exec(TRUE)).code == 0
+        assert await asyncio.to_thread(all_gone, pids)
+
+    using(body)
+
+
 def test_the_agent_is_killed() -> None:
     async def body(backend: Backend) -> None:
         box, other = await backend.create(SPEC), await backend.create(SPEC)

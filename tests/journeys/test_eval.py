@@ -245,7 +245,7 @@ def test_the_pages_in_a_browser(start: Any, workplace: Path) -> None:
         text = page.evaluate("document.body.innerText")
         for part in ("sum-3", "reward 0", "Why this score", "What is 3 and 3?", "6"):
             assert part in text
-        assert page.evaluate("document.querySelectorAll('#siblings a').length") == 2
+        page.until("document.querySelectorAll('#siblings a').length === 2")  # the frame around attempts comes in its own time
         page.press("n")
         page.until("document.body.innerText.includes('attempt 2')")
         page.until("document.getElementById('next').style.visibility === 'hidden'")

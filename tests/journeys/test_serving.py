@@ -64,9 +64,9 @@ def test_openai_completions_and_responses(real: tuple[Service, str]) -> None:
     assert whole.choices[0].logprobs and len(whole.choices[0].logprobs.token_logprobs or ()) == 12
     assert "".join(chunk.choices[0].text for chunk in api.completions.create(**greedy, stream=True)) == whole.choices[0].text
     assert api.completions.create(**greedy | {"stop": whole.choices[0].text[2:4]}).choices[0].text == whole.choices[0].text[:2]
-    reply = api.responses.create(model="small", input="hello", max_output_tokens=8)
+    reply = api.responses.create(model="small", input="hello", temperature=0, max_output_tokens=8)
     assert reply.status == "incomplete" and reply.usage and reply.usage.output_tokens == 8
-    events = list(api.responses.create(model="small", input="hello", max_output_tokens=8, stream=True))
+    events = list(api.responses.create(model="small", input="hello", temperature=0, max_output_tokens=8, stream=True))
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
 
 
@@ -84,12 +84,13 @@ def test_structured_output_is_what_the_schema_says(real: tuple[Service, str]) ->
 
 
 def test_anthropic(real: tuple[Service, str]) -> None:
+    greedy: Any = {"temperature": 0}
     api = anthropic.Anthropic(base_url=real[1], api_key="none", max_retries=0, timeout=60)
     counted = api.messages.count_tokens(model="small", messages=[{"role": "user", "content": "hello"}])
-    whole = api.messages.create(model="small", max_tokens=8, messages=[{"role": "user", "content": "hello"}])
+    whole = api.messages.create(model="small", extra_body=greedy, max_tokens=8, messages=[{"role": "user", "content": "hello"}])
     assert whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0) == counted.input_tokens and whole.usage.output_tokens == 8
     assert whole.stop_reason == "max_tokens"
-    with api.messages.stream(model="small", max_tokens=8, messages=[{"role": "user", "content": "hello"}]) as stream:
+    with api.messages.stream(model="small", extra_body=greedy, max_tokens=8, messages=[{"role": "user", "content": "hello"}]) as stream:
         final = stream.get_final_message()
     assert final.stop_reason == "max_tokens" and final.usage.output_tokens == 8
     with pytest.raises(anthropic.NotFoundError):
@@ -173,10 +174,10 @@ def test_what_cannot_be_served_is_one_line(
 
 
 def test_chat_in_the_terminal(real: tuple[Service, str], base: TrainRecipe) -> None:
-    command = [*GNOMON, "chat", real[1], "--tokens", "8", "--effort", "none"]
+    command = [*GNOMON, "chat", real[1], "--tokens", "8", "--temperature", "0", "--effort", "none"]
     result = subprocess.run(command, input="hello\n/again\n/help\n/nothing\n", capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.count("8 out") == 2 and "/effort" in result.stdout and "there is no /nothing" in result.stdout
-    command = [*GNOMON, "chat", str(base.run), "--tokens", "4"]
+    command = [*GNOMON, "chat", str(base.run), "--tokens", "4", "--temperature", "0"]
     inside = subprocess.run(command, input="hi\n", capture_output=True, text=True, timeout=60, check=True)
     assert "4 out" in inside.stdout
     lost = subprocess.run([*GNOMON, "chat", "http://127.0.0.1:9"], capture_output=True, text=True, timeout=60, check=False)

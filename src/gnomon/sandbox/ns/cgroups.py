@@ -6,6 +6,7 @@ that were opened before privileges were given up; on version 1 through `tasks`, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -82,7 +83,8 @@ def remove(folder: str, attempts: int = 500) -> bool:
 
 
 def sweep(own: dict[str, str]) -> int:
-    """Remove the groups of zygotes that were killed; how many there were. What still holds processes is left to the reaper, at once."""
+    """Remove the groups of zygotes that were killed; how many there were. What still holds processes is left to the reaper, at once; what
+    was frozen goes on, since nothing that is frozen can die."""
     count = 0
     for folder in set(own.values()):
         try:
@@ -92,8 +94,18 @@ def sweep(own: dict[str, str]) -> int:
         for name in names:
             pid, _, began = name.removeprefix(PREFIX).partition("-")
             if name.startswith(PREFIX) and pid.isdigit() and start_time(int(pid)) != began:
+                thaw(os.path.join(folder, name))
                 count += remove(os.path.join(folder, name), 1)
     return count
+
+
+def thaw(folder: str) -> None:
+    """Let the groups below a folder go on, as far as this process may."""
+    for inside, _, files in os.walk(folder):
+        for name, value in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+            if name in files:
+                with contextlib.suppress(OSError):
+                    write(os.path.join(inside, name), value)
 
 
 class Cgroups:
