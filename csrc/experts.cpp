@@ -143,10 +143,12 @@ struct Backward {
     }
 };
 
-void grouped_forward(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
+}  // namespace
+
+extern "C" void gnomon_grouped_forward(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
                      const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
                      int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
-                     float* y, bool mxfp8, int32_t threads) {
+                     float* y, int32_t mxfp8, int32_t threads) {
     const Shape s{order, starts, experts, k, latent, inner};
     const std::vector<Task> all = tasks(s, CHUNK);
     const Floats outputs(new float[tokens * k * latent]);
@@ -176,11 +178,11 @@ void grouped_forward(const float* z, const float* w_gate, const float* w_up, con
     return_to_tokens(outputs.get(), position, weights, tokens, k, latent, y, threads);
 }
 
-void grouped_backward(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
+extern "C" void gnomon_grouped_backward(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
                       const float* weights, const float* gate, const float* up, const int64_t* starts,
                       const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
                       int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
-                      float* d_down, float* d_weights, bool mxfp8, int32_t threads) {
+                      float* d_down, float* d_weights, int32_t mxfp8, int32_t threads) {
     const Shape s{order, starts, experts, k, latent, inner};
     const std::vector<Task> all = tasks(s, tokens * k + 1);
     const Floats d_rows(new float[tokens * k * latent]);
@@ -190,7 +192,7 @@ void grouped_backward(const float* z, const float* grad, const float* w_gate, co
             for (float* stack : {d_gate, d_up, d_down}) std::fill_n(stack + e * size, size, 0.0f);
 #pragma omp parallel num_threads(threads)
     {
-        Backward own{s,     z,     grad,  w_gate,       w_up,   w_down, weights, gate,      up, beta1, beta2, mxfp8, d_rows.get(),
+        Backward own{s,     z,     grad,  w_gate,       w_up,   w_down, weights, gate,      up, beta1, beta2, mxfp8 != 0, d_rows.get(),
                      d_gate, d_up, d_down, d_weights, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
         own.reserve();
 #pragma omp for schedule(dynamic)
@@ -198,8 +200,6 @@ void grouped_backward(const float* z, const float* grad, const float* w_gate, co
     }
     return_to_tokens(d_rows.get(), position, nullptr, tokens, k, latent, d_z, threads);
 }
-
-}  // namespace
 
 extern "C" void gnomon_group(const int64_t* ids, int64_t pairs, int64_t experts, int64_t* range, int64_t* starts, int64_t* order,
                              int64_t* position) {
@@ -214,38 +214,4 @@ extern "C" void gnomon_group(const int64_t* ids, int64_t pairs, int64_t experts,
     for (int64_t e = 0; e < experts; ++e) starts[e + 1] += starts[e];
     std::vector<int64_t> next(starts, starts + experts);
     for (int64_t i = 0; i < pairs; ++i) order[position[i] = next[ids[i]]++] = i;
-}
-
-extern "C" void gnomon_grouped_forward(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
-                                       const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
-                                       int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
-                                       float* y, int32_t threads) {
-    grouped_forward(z, w_gate, w_up, w_down, weights, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2, gate, up, y, false,
-                    threads);
-}
-
-extern "C" void gnomon_grouped_backward(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
-                                        const float* weights, const float* gate, const float* up, const int64_t* starts,
-                                        const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
-                                        int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
-                                        float* d_down, float* d_weights, int32_t threads) {
-    grouped_backward(z, grad, w_gate, w_up, w_down, weights, gate, up, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2,
-                     d_z, d_gate, d_up, d_down, d_weights, false, threads);
-}
-
-extern "C" void gnomon_grouped_forward_mxfp8(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
-                                       const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
-                                       int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
-                                       float* y, int32_t threads) {
-    grouped_forward(z, w_gate, w_up, w_down, weights, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2, gate, up, y, true,
-                    threads);
-}
-
-extern "C" void gnomon_grouped_backward_mxfp8(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
-                                        const float* weights, const float* gate, const float* up, const int64_t* starts,
-                                        const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
-                                        int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
-                                        float* d_down, float* d_weights, int32_t threads) {
-    grouped_backward(z, grad, w_gate, w_up, w_down, weights, gate, up, starts, order, position, tokens, k, experts, latent, inner, beta1, beta2,
-                     d_z, d_gate, d_up, d_down, d_weights, true, threads);
 }

@@ -19,30 +19,20 @@ GNOMON_API void gnomon_group(const int64_t* ids, int64_t pairs, int64_t experts,
 
 /* Routed experts over sorted pairs: y[n] = sum_j weights[n][j] W_down situ(W_gate z[n], W_up z[n]) with the stacks of the expert of (n, j).
  *   z, y [tokens, latent]; weights [tokens, k]; w_gate, w_up [experts, inner, latent]; w_down [experts, latent, inner];
- *   gate, up [tokens k, inner] receive the pre-activations in sorted order, for the backward pass. */
+ *   gate, up [tokens k, inner] receive the pre-activations in sorted order, for the backward pass.
+ *   With mxfp8 both products of an expert read MXFP8: z must be rounded already, the intermediate is rounded here (rule `even`). */
 GNOMON_API void gnomon_grouped_forward(const float* z, const float* w_gate, const float* w_up, const float* w_down, const float* weights,
                                        const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens, int64_t k,
                                        int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2, float* gate, float* up,
-                                       float* y, int32_t threads);
+                                       float* y, int32_t mxfp8, int32_t threads);
 
-/* Its gradients from `grad` [tokens, latent] of y; those of an expert without pairs are zero. */
+/* Its gradients from `grad` [tokens, latent] of y; those of an expert without pairs are zero. With mxfp8 they go straight through the
+ * rounding; that of a routing weight is <W_down' dy, a> with the rounded a. */
 GNOMON_API void gnomon_grouped_backward(const float* z, const float* grad, const float* w_gate, const float* w_up, const float* w_down,
                                         const float* weights, const float* gate, const float* up, const int64_t* starts,
                                         const int64_t* order, const int64_t* position, int64_t tokens, int64_t k, int64_t experts,
                                         int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
-                                        float* d_down, float* d_weights, int32_t threads);
-
-/* The same where both products of an expert read MXFP8: z must be rounded already, the intermediate is rounded here (rule `even`). The
- * gradient goes straight through the rounding; that of a routing weight is <W_down' dy, a> with the rounded a. */
-GNOMON_API void gnomon_grouped_forward_mxfp8(const float* z, const float* w_gate, const float* w_up, const float* w_down,
-                                             const float* weights, const int64_t* starts, const int64_t* order, const int64_t* position,
-                                             int64_t tokens, int64_t k, int64_t experts, int64_t latent, int64_t inner, float beta1,
-                                             float beta2, float* gate, float* up, float* y, int32_t threads);
-GNOMON_API void gnomon_grouped_backward_mxfp8(const float* z, const float* grad, const float* w_gate, const float* w_up,
-                                              const float* w_down, const float* weights, const float* gate, const float* up,
-                                              const int64_t* starts, const int64_t* order, const int64_t* position, int64_t tokens,
-                                              int64_t k, int64_t experts, int64_t latent, int64_t inner, float beta1, float beta2,
-                                              float* d_z, float* d_gate, float* d_up, float* d_down, float* d_weights, int32_t threads);
+                                        float* d_down, float* d_weights, int32_t mxfp8, int32_t threads);
 
 /* Newton-Schulz: `steps` steps X <- a X + (b G + c G^2) X with G = X X' from X = gradient / (|gradient|_F + 1e-7), for each of `count` matrices
  * [rows, columns]; coefficients are a, b, c. */

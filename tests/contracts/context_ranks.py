@@ -3,12 +3,13 @@
 Run by test_context_parallel.py.
 """
 
-import json
-import os
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from ranks import Case, compare_all
 
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.transformer import Transformer
@@ -66,21 +67,12 @@ def compare(cut: Cut, dtype: torch.dtype) -> dict[str, float]:
     return {"outputs": worst, "gradients": gradients, **context.sent_bytes}
 
 
-def main() -> None:
-    """All cases; the first rank prints what every rank found."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    ranks, found = dist.get_world_size(), {}
+def every_cut(ranks: int) -> Iterator[Case]:
+    """All cuts, in both precisions."""
     for name, cut in cases(ranks).items():
         for dtype in (torch.float64, torch.float32):
-            every: list[dict[str, float]] = [{} for _ in range(ranks)]
-            dist.all_gather_object(every, compare(cut, dtype))
-            found[f"{name}, {dtype}"] = every
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+            yield f"{name}, {dtype}", partial(compare, cut, dtype)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    compare_all(every_cut)

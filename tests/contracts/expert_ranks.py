@@ -1,12 +1,13 @@
 """A program for several ranks: experts spread over them give the outputs and gradients of one rank. Run by test_expert_parallel.py."""
 
-import json
-import os
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import Case, compare_all
 
 from gnomon.model.config import preset
 from gnomon.model.experts import RoutedExperts
@@ -62,24 +63,13 @@ def case(kind: str, lengths: list[int], experts: int, planner) -> dict[str, floa
             "weights": dispatch.sent_bytes["weights"]}
 
 
-def main() -> None:
-    """All cases; the first rank prints what every rank found."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
-    found = {}
+def every_routing(ranks: int) -> Iterator[Case]:
+    """All routings under both planners, with ranks that have equally many tokens, none, and different numbers."""
     for kind in ("even", "skewed", "same"):
         for name, planner in (("planned", plan_experts), ("at home", plan_at_home)):
             for lengths in ([40] * ranks, [40] * (ranks - 1) + [0], list(range(1, ranks + 1))):
-                mine = case(kind, lengths, 4 * ranks, planner)
-                every: list[dict[str, float]] = [{} for _ in range(ranks)]
-                dist.all_gather_object(every, mine)
-                found[f"{kind}, {name}, {lengths}"] = every
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+                yield f"{kind}, {name}, {lengths}", partial(case, kind, lengths, 4 * ranks, planner)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    compare_all(every_routing)

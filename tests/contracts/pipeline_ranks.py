@@ -3,13 +3,14 @@
 Run by test_pipeline.py.
 """
 
-import json
-import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from ranks import Case, compare_all
 
 from gnomon.data.packing import Batch
 from gnomon.model.config import ModelConfig, preset
@@ -77,22 +78,14 @@ def compare(config: ModelConfig, virtual: int, recompute: bool) -> dict[str, flo
             "counted": pipeline.cuts.payload() * WIDTH * TOKENS * PARTS * 8, "whole": sum(p.numel() for p in whole.parameters())}
 
 
-def main() -> None:
-    """All cases; the first rank prints what every rank found."""
-    torch.set_num_threads(1)
+def every_pipeline(ranks: int) -> Iterator[Case]:
+    """Depth reads of all forms, one and several stages of a rank, with and without recomputation."""
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo")
-    ranks, found = dist.get_world_size(), {}
     for mode, block, virtual, recompute in (("block", 2, 1, False), ("block", 1, 2, True), ("block", 2, 3, False), ("full", 1, 2, False),
                                             ("off", 1, 2, False)):
-        every: list[dict[str, float]] = [{} for _ in range(ranks)]
-        dist.all_gather_object(every, compare(small(6 if virtual == 3 else 5, mode, block), virtual, recompute))
-        found[f"{mode} {block}, virtual {virtual}, recompute {recompute}"] = every
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+        yield (f"{mode} {block}, virtual {virtual}, recompute {recompute}",
+               partial(compare, small(6 if virtual == 3 else 5, mode, block), virtual, recompute))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    compare_all(every_pipeline)

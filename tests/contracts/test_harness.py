@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import namespaces
 
 from gnomon.agent.harness import harness
 from gnomon.agent.harness.composed import Composed
@@ -16,8 +17,7 @@ from gnomon.agent.harness.wires.fenced import blocks
 from gnomon.agent.policy import Completion, Sampling
 from gnomon.agent.task import Check, Task
 from gnomon.data.messages import Conversation, Message, Text, ToolCall
-from gnomon.errors import ConfigError, SandboxLost, Unsupported
-from gnomon.sandbox.open import open_backend
+from gnomon.errors import ConfigError, SandboxLost
 from gnomon.sandbox.sandbox import Command, Result, Sandbox, Spec
 
 TASK = Task(id="t", prompt="Do it.", image="host", workdir="/home/user", check=Check(kind="exact", settings={"answer": "x"}))
@@ -219,22 +219,15 @@ def test_unknown_names_list_the_choices() -> None:
 
 
 def test_paths_are_those_of_the_machine() -> None:
-    desk = Desk(spec=harness.spec("bash"), task=TASK, model=Model([]), box=None, workdir="/work")
-    assert (desk.path("a/../b"), desk.path("/x"), desk.path("~/y")) == ("/work/b", "/x", "/home/user/y")
+    desk = Desk(spec=harness.spec("bash"), task=TASK, model=Model([]), box=None, workdir="/task")
+    assert (desk.path("a/../b"), desk.path("/x"), desk.path("~/y")) == ("/task/b", "/x", "/home/user/y")
 
 
 def in_a_machine(use: Callable[[Sandbox], Coroutine[Any, Any, None]]) -> None:
     """Run a test in a real sandbox, or skip it where there can be none."""
     async def whole() -> None:
-        try:
-            backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"needs a sandbox: {error}")
-        try:
-            async with await backend.create(Spec(ttl_seconds=600.0)) as box:
-                await use(box)
-        finally:
-            await backend.close()
+        async with namespaces() as backend, await backend.create(Spec(ttl_seconds=600.0)) as box:
+            await use(box)
 
     asyncio.run(whole())
 

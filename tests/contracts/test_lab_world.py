@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gnomon.agent.evaluate_intervals import wilson
 from gnomon.agent.trajectory import Score
 from gnomon.errors import DataError, TrainingError
 from gnomon.posttrain import gate
@@ -187,11 +188,11 @@ def test_what_was_not_scored_tells_nothing() -> None:
 def test_the_interval_of_a_share() -> None:
     """Wilson's, by its definition: the shares whose own deviation reaches what was seen."""
     for right, count in ((0, 10), (3, 10), (10, 10), (250, 500)):
-        low, high = gate.share_interval(right, count)
+        low, high = wilson(right / count, count, 1.96)
         for edge in (low, high):
             if 0 < edge < 1:
                 assert abs(right / count - edge) == pytest.approx(1.96 * (edge * (1 - edge) / count) ** 0.5, rel=1e-9)
-    assert gate.share_interval(0, 10)[0] == 0 and gate.share_interval(10, 10)[1] == 1
+    assert wilson(0.0, 10)[0] == 0 and wilson(1.0, 10)[1] == 1
 
 
 def test_a_problem_knows_what_a_budget_counts() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import namespaces
 
 from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.policies.scripted import ScriptedPolicy
@@ -19,8 +20,7 @@ from gnomon.agent.verifier import judge, opened
 from gnomon.agent.verifiers import page, performance
 from gnomon.agent.verifiers.page import parsed, selected
 from gnomon.data.messages import Conversation, Message, Text
-from gnomon.errors import DataError, Unsupported, VerifierError
-from gnomon.sandbox.open import open_backend
+from gnomon.errors import DataError, VerifierError
 from gnomon.sandbox.sandbox import Command, Limits, Result
 
 
@@ -297,16 +297,10 @@ def test_a_page_in_a_real_browser():
                 check=Check(kind="page", settings=settings), solution=Solution(files={"/app/index.html": GOOD.encode()}))
 
     async def main() -> Sequence[Any]:
-        try:
-            backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"namespaces do not work here: {error}")
-        try:
+        async with namespaces() as backend:
             lying = task.to_json()
             lying["solution"] = {"files": {"/app/index.html": GOOD.replace("+ 1", "+ 2")}}
             return [await validate(task, backend), await validate(Task.from_json(lying), backend)]
-        finally:
-            await backend.close()
 
     right, wrong = asyncio.run(asyncio.wait_for(main(), 500))
     assert right.holds, right

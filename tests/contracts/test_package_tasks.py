@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import namespaces
 
 from gnomon.agent import installed, task_source
 from gnomon.agent.inside import apart
@@ -15,8 +16,7 @@ from gnomon.agent.task import Check, Task
 from gnomon.agent.tasks import doctests, mutations
 from gnomon.agent.validate import validate, validated
 from gnomon.agent.verifiers.calls import matched
-from gnomon.errors import ConfigError, DataError, Unsupported
-from gnomon.sandbox.open import open_backend
+from gnomon.errors import ConfigError, DataError
 from gnomon.sandbox.sandbox import Limits
 
 SUMS = '''"""Sums."""
@@ -166,14 +166,8 @@ CHEATS = {
 def in_machines(work: Any) -> None:
     """Run a coroutine function with a backend that shares the host's kernel, or skip."""
     async def main() -> None:
-        try:
-            backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"namespaces do not work here: {error}")
-        try:
+        async with namespaces() as backend:
             await work(backend)
-        finally:
-            await backend.close()
 
     if not Path("/usr/bin/python3").exists() and not Path("/usr/local/bin/python3").exists():
         pytest.skip("the machine `host` has no python3")

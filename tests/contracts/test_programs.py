@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import namespaces
 
 from gnomon.agent import machine, program
 from gnomon.agent.harness import harness
@@ -20,9 +21,8 @@ from gnomon.agent.verifier import judge
 from gnomon.data.chat import chat_format
 from gnomon.data.messages import Conversation, Message
 from gnomon.data.tokenizer import train_tokenizer
-from gnomon.errors import ConfigError, DataError, GnomonError, PolicyError, SandboxError, Unsupported
-from gnomon.sandbox.open import open_backend
-from gnomon.sandbox.sandbox import Backend, Network
+from gnomon.errors import ConfigError, DataError, GnomonError, PolicyError, SandboxError
+from gnomon.sandbox.sandbox import Network
 
 pytest.importorskip("uvicorn", reason="the gateway needs the extra 'serve'")
 TASK = Task(id="four", prompt="Write the sum of 2 and 2 into /home/user/n.", image="host", artifacts=("/home/user",),
@@ -52,11 +52,7 @@ def attempted(chosen: ProgramHarness, policy: Any, task: Task = TASK,
     """How it ended (or what was raised), the recorder, and the score."""
 
     async def run() -> tuple[Any, Recorder, Any]:
-        try:
-            backend: Backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"no sandboxes here: {error}")
-        try:
+        async with namespaces() as backend:
             try:
                 spec = await chosen.fitted(machine.spec(task, "agent"))
             except ConfigError as error:
@@ -73,8 +69,6 @@ def attempted(chosen: ProgramHarness, policy: Any, task: Task = TASK,
             finally:
                 await recorder.close()
                 await box.kill()
-        finally:
-            await backend.close()
 
     return asyncio.run(run())
 
@@ -144,15 +138,9 @@ def test_a_program_is_attempted_and_judged_like_any_harness(tmp_path: Path) -> N
     mine.write_text(f"argv = ['sh', '-c', '''{script}''']\nenv = {{FOLDER = '/home/user'}}\n")
 
     async def run() -> Trajectory:
-        try:
-            backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"no sandboxes here: {error}")
-        try:
+        async with namespaces() as backend:
             entry = Rollout(id="a", task=TASK, harness=harness.opened(str(mine)), policy=ScriptedPolicy(["a"]), effort="high")
             return await attempt(entry, tmp_path / "a.jsonl", backend)
-        finally:
-            await backend.close()
 
     trajectory = asyncio.run(run())
     assert trajectory.score is not None and trajectory.score.reward == 1.0, trajectory.score

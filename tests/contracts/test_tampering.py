@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import namespaces
 
 from gnomon.agent.machine import made, spec
 from gnomon.agent.task import Check, Task
 from gnomon.agent.trajectory import Score, Trajectory
 from gnomon.agent.verifier import judge
-from gnomon.errors import Unsupported
-from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.sandbox import Command, Limits
 
 SMALL = Limits(memory_bytes=192 << 20, disk_bytes=48 << 20)
@@ -83,14 +82,8 @@ def in_machines(work: Any, seconds: float = 500) -> None:
         pytest.skip("the tests run an agent's program as another user, which takes root and setpriv")
 
     async def main() -> None:
-        try:
-            backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"namespaces do not work here: {error}")
-        try:
+        async with namespaces() as backend:
             await work(backend)
-        finally:
-            await backend.close()
 
     asyncio.run(asyncio.wait_for(main(), seconds))
 

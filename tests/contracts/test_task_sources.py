@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import namespaces
 
 from gnomon import extend
 from gnomon.agent import harbor, harbor_tasks, task_source
 from gnomon.agent.solution import Solution
 from gnomon.agent.task import Check, Task
 from gnomon.agent.validate import validate, validated
-from gnomon.errors import ConfigError, DataError, Unsupported
-from gnomon.sandbox.open import open_backend
+from gnomon.errors import ConfigError, DataError
 from gnomon.sandbox.sandbox import Limits
 
 SMALL = Limits(memory_bytes=128 << 20, disk_bytes=32 << 20)
@@ -142,11 +142,7 @@ def test_directories_of_harbor_carry_their_solution_both_ways(tmp_path):
 
 def test_in_real_machines(tmp_path):
     async def main() -> None:
-        try:
-            backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"namespaces do not work here: {error}")
-        try:
+        async with namespaces() as backend:
             check = Check(kind="tests", settings={"files": {"test.sh": TEST}})
             right = Task(id="right", prompt="", image="host", artifacts=("/app",), limits=SMALL, check=check,
                          solution=Solution(files={"/solution/solve.sh": SOLVE.encode()}, script="/solution/solve.sh", env={"A": "42"}))
@@ -159,8 +155,6 @@ def test_in_real_machines(tmp_path):
             assert "doing nothing scores 1 and must score 0" in found["free"].reason
             assert "status 3" in found["broken"].reason and "no-such-image" in found["nowhere"].reason
             assert not backend.machines
-        finally:
-            await backend.close()
 
     asyncio.run(asyncio.wait_for(main(), 300))
 

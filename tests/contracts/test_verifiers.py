@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import namespaces
 
 from gnomon import extend
 from gnomon.agent.task import Check, Task
@@ -15,8 +16,7 @@ from gnomon.agent.verifier import KINDS, judge, opened, rewards
 from gnomon.agent.verifiers.numeric import number
 from gnomon.agent.verifiers.sqlite import asked
 from gnomon.data.messages import Message, Text
-from gnomon.errors import ConfigError, DataError, SandboxError, SandboxLost, Unsupported, VerifierError
-from gnomon.sandbox.open import open_backend
+from gnomon.errors import ConfigError, DataError, SandboxError, SandboxLost, VerifierError
 from gnomon.sandbox.sandbox import Command, FileInfo, Limits, Result, Spec
 
 Program = Callable[["Box", Command], Result]
@@ -323,11 +323,7 @@ CHEAT = ("mkdir -p /logs/verifier /tests /app && echo 1 > /logs/verifier/reward.
 
 def test_in_real_machines_honest_work_scores_1_and_tampering_does_not():
     async def main() -> None:
-        try:
-            backend = await open_backend("namespaces")
-        except Unsupported as error:
-            pytest.skip(f"namespaces do not work here: {error}")
-        try:
+        async with namespaces() as backend:
             found = {}
             for name, work in {"honest": "mkdir -p /app && echo 42 > /app/answer", "nothing": "true", "cheat": CHEAT}.items():
                 for machine in ("fresh", "fork"):
@@ -339,8 +335,6 @@ def test_in_real_machines_honest_work_scores_1_and_tampering_does_not():
             assert [found["honest", machine].reward for machine in ("fresh", "fork")] == [1.0, 1.0], found
             assert [found["nothing", machine].reward for machine in ("fresh", "fork")] == [0.0, 0.0], found
             assert found["cheat", "fresh"].reward == 0.0, found
-        finally:
-            await backend.close()
 
     asyncio.run(asyncio.wait_for(main(), 120))
 

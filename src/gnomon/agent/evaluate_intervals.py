@@ -57,7 +57,7 @@ def interval(rewards: Mapping[str, Sequence[float]]) -> Interval:
     error, t = _standard_error(means), student(tasks - 1)
     low, high = mean - t * error, mean + t * error
     if all(value in (0.0, 1.0) for value in every):
-        low, high = _wilson(mean, error, (tasks, len(every)), t)
+        low, high = _clustered(mean, error, (tasks, len(every)), t)
     return Interval(mean=mean, low=low, high=high, tasks=tasks, attempts=len(every))
 
 
@@ -66,14 +66,20 @@ def _standard_error(means: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in means) / (len(means) - 1) / len(means))
 
 
-def _wilson(share: float, error: float, counts: tuple[int, int], t: float) -> tuple[float, float]:
+def _clustered(share: float, error: float, counts: tuple[int, int], t: float) -> tuple[float, float]:
     """Wilson's interval for a share of clusters. `counts` are tasks and attempts: the latter are the most observations there can be."""
     tasks, attempts = counts
     spread = share * (1 - share)
     seen = float(tasks) if spread <= 0 else float(attempts) if error <= 0 else min(float(attempts), spread / error**2)
-    middle = (share + t * t / (2 * seen)) / (1 + t * t / seen)
-    half = t / (1 + t * t / seen) * math.sqrt(spread / seen + t * t / (4 * seen * seen))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return wilson(share, seen, t)
+
+
+def wilson(share: float, seen: float, t: float = Z_975) -> tuple[float, float]:
+    """Wilson's interval: where a share may lie that was found in so many observations; `t` is in deviations."""
+    spread = t * t / seen
+    middle = (share + spread / 2) / (1 + spread)
+    half = t * math.sqrt(share * (1 - share) / seen + spread / (4 * seen)) / (1 + spread)
+    return 0.0 if share <= 0 else max(0.0, middle - half), 1.0 if share >= 1 else min(1.0, middle + half)  # exact at the ends
 
 
 def difference(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Interval:

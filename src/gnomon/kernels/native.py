@@ -16,7 +16,7 @@ from torch import Tensor
 import gnomon
 from gnomon.errors import KernelError
 
-ABI = 4  # GNOMON_ABI in csrc/gnomon.h
+ABI = 5  # GNOMON_ABI in csrc/gnomon.h
 LIBRARY = "GNOMON_LIBRARY"  # in the environment: a library to load instead of the package's, for instance an instrumented one
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -44,10 +44,8 @@ _SIGNATURES = {
     "gnomon_required_bias_histogram": [*[_P] * 3, *[_I64] * 3, ctypes.c_double, ctypes.c_double, _P, _I32],
     "gnomon_newton_schulz": [_P, *[_I64] * 4, _P, _P, _I32],
     "gnomon_group": [_P, _I64, _I64, *[_P] * 4],
-    "gnomon_grouped_forward": [*[_P] * 8, *[_I64] * 5, _F32, _F32, *[_P] * 3, _I32],
-    "gnomon_grouped_backward": [*[_P] * 11, *[_I64] * 5, _F32, _F32, *[_P] * 5, _I32],
-    "gnomon_grouped_forward_mxfp8": [*[_P] * 8, *[_I64] * 5, _F32, _F32, *[_P] * 3, _I32],
-    "gnomon_grouped_backward_mxfp8": [*[_P] * 11, *[_I64] * 5, _F32, _F32, *[_P] * 5, _I32],
+    "gnomon_grouped_forward": [*[_P] * 8, *[_I64] * 5, _F32, _F32, *[_P] * 3, _I32, _I32],
+    "gnomon_grouped_backward": [*[_P] * 11, *[_I64] * 5, _F32, _F32, *[_P] * 5, _I32, _I32],
     "gnomon_depth_backward": [*[_P] * 5, *[_I64] * 3, _P, _P, _I32],
     "gnomon_mxfp_encode": [_P, _I64, _I32, _I32, _P, _P, _I32],
     "gnomon_mxfp_decode": [_P, _P, _I64, _I32, _P, _I32],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import matplotlib
 
+from gnomon.agent.evaluate_intervals import Z_975, wilson
 from gnomon.errors import TrainingError
 from gnomon.posttrain.rollout import Rollout
 from gnomon.train.canvas import ACCENT, STYLE, WARM, canvas, svg
@@ -67,7 +68,7 @@ def measured(domain: str, rollouts: Sequence[Rollout]) -> Gate:
     third = len(pairs) // 3
     short, long = [reward > 0 for _, reward in pairs[:third]], [reward > 0 for _, reward in pairs[-third:]]
     gain = (sum(long) - sum(short)) / third
-    width = 1.96 * math.sqrt(sum(_variance(sum(part), third) for part in (short, long)))
+    width = Z_975 * math.sqrt(sum(_variance(sum(part), third) for part in (short, long)))
     return Gate(domain=domain, bins=_bins(pairs), gain=gain, low=gain - width, high=gain + width)
 
 
@@ -85,18 +86,10 @@ def _bins(pairs: Sequence[tuple[int, float | None]]) -> tuple[Bin, ...]:
         while stop < len(pairs) and pairs[stop][0] == pairs[stop - 1][0]:
             stop += 1
         right = sum(1 for _, reward in pairs[start:stop] if reward is not None and reward > 0)
-        low, high = share_interval(right, stop - start)
+        low, high = wilson(right / (stop - start), stop - start)
         found.append(Bin(first=pairs[start][0], last=pairs[stop - 1][0], count=stop - start, right=right, low=low, high=high))
         start = stop
     return tuple(found)
-
-
-def share_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson interval of a share: where it may lie when `right` of `count` were seen."""
-    share, spread = right / count, z * z / count
-    middle = (share + spread / 2) / (1 + spread)
-    width = z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
-    return max(0.0, middle - width), min(1.0, middle + width)
 
 
 def picture(gates: Sequence[Gate]) -> str:

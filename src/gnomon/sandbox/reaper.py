@@ -19,6 +19,7 @@ from pathlib import Path
 from gnomon.errors import GnomonError
 from gnomon.sandbox import owners, trees
 from gnomon.sandbox.layers import Collected
+from gnomon.sandbox.ns import cgroups
 from gnomon.sandbox.registry import Record, Registry, Traces
 
 _MNT_DETACH = 2
@@ -103,13 +104,9 @@ def _remove_group(group: Path) -> None:
         return
     for below in [path for path in group.iterdir() if path.is_dir()]:
         _remove_group(below)
-    for name, text in (("cgroup.kill", "1"), ("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(group / name, os.O_WRONLY)
-            try:
-                os.write(descriptor, text.encode())
-            finally:
-                os.close(descriptor)
+    with contextlib.suppress(OSError):
+        cgroups.write(str(group / "cgroup.kill"), "1")
+    cgroups.thaw(str(group))
 
     def gone() -> bool:
         with contextlib.suppress(FileNotFoundError):

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
-from gnomon import extend
 from gnomon.agent.harness.desk import Desk
 from gnomon.agent.harness.spec import Part
 from gnomon.agent.policy import Completion
 from gnomon.data.messages import Conversation, Effort, Message, Tool
-from gnomon.errors import ConfigError, DataError
 
 KINDS = "gnomon.agent.harness.contexts"
 CHARACTERS_PER_TOKEN = 4  # a guess, only until a policy says how many tokens it read
@@ -73,8 +71,4 @@ class Context(Protocol):
 
 def opened(part: Part) -> Context:
     """The way of a part. Raises `ConfigError` for an unknown kind, listing the choices, or a wrong setting."""
-    kind = extend.find(KINDS, part.kind, "Way")
-    try:
-        return cast(Context, kind(part.settings))
-    except DataError as error:
-        raise ConfigError(f"'context.settings': {error}") from None
+    return cast(Context, part.opened(KINDS, "context"))

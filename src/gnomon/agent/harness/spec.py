@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gnomon import extend
 from gnomon.agent.harness.observation import Keep
 from gnomon.config import setting
-from gnomon.errors import ConfigError
+from gnomon.errors import ConfigError, DataError
 
 Json = Literal["string", "integer", "number", "boolean", "array", "object"]
 JSON_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -57,6 +58,15 @@ class Part:
 
     kind: str = setting(doc="a file of the part's folder, or `your_pkg.module:Way`")
     settings: dict[str, Any] = setting(factory=dict, doc="settings of the kind")
+
+    def opened(self, package: str, field: str) -> Any:
+        """The way of this part, found in a package of kinds. Raises `ConfigError` for an unknown kind, listing the choices, or a wrong
+        setting of `field`."""
+        kind = extend.find(package, self.kind, "Way")
+        try:
+            return kind(self.settings)
+        except DataError as error:
+            raise ConfigError(f"'{field}.settings': {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

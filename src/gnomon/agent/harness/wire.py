@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from gnomon import extend
 from gnomon.agent.harness.observation import Seen
 from gnomon.agent.harness.spec import Part
 from gnomon.agent.harness.tool import Bound
 from gnomon.data.messages import Message, Text, Tool
-from gnomon.errors import ConfigError, DataError
 
 KINDS = "gnomon.agent.harness.wires"
 
@@ -56,11 +54,7 @@ class Wire(Protocol):
 
 def opened(part: Part) -> Wire:
     """The way of a part. Raises `ConfigError` for an unknown kind, listing the choices, or a wrong setting."""
-    kind = extend.find(KINDS, part.kind, "Way")
-    try:
-        return cast(Wire, kind(part.settings))
-    except DataError as error:
-        raise ConfigError(f"'wire.settings': {error}") from None
+    return cast(Wire, part.opened(KINDS, "wire"))
 
 
 def said(text: str) -> Message:

@@ -38,7 +38,7 @@ def experts(
     beta2: float | None,
 ) -> Float[Tensor, "N L"]:
     """As the reference."""
-    return _Grouped.apply("", z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
+    return _Grouped.apply(False, z, w_gate, w_up, w_down, ids, weights, beta1, beta2)
 
 
 def refuse_experts_mxfp8(
@@ -61,13 +61,13 @@ def experts_mxfp8(
     beta2: float | None,
 ) -> Float[Tensor, "N L"]:
     """As the reference: z is rounded once before it is gathered, the intermediate in cache."""
-    return _Grouped.apply("_mxfp8", fake_mxfp8(z), w_gate, w_up, w_down, ids, weights, beta1, beta2)
+    return _Grouped.apply(True, fake_mxfp8(z), w_gate, w_up, w_down, ids, weights, beta1, beta2)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, form: str, z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor,
+        ctx: Any, mxfp8: bool, z: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, weights: Tensor,
         beta1: float | None, beta2: float | None,
     ) -> Tensor:  # fmt: skip
         count, inner, latent = w_gate.shape
@@ -79,11 +79,11 @@ class _Grouped(torch.autograd.Function):
         grouping = _group(ids.contiguous(), count)
         gate, up = (z.new_empty(ids.numel(), inner) for _ in range(2))
         y = torch.empty_like(z)
-        ctx.form = form
+        ctx.mxfp8 = mxfp8
         ctx.sizes = (*ids.shape, count, latent, inner, beta1 or UNCAPPED, beta2 or UNCAPPED)
         inputs = [t.data_ptr() for t in (z, w_gate, w_up, w_down, weights, *grouping)]
-        run = getattr(native.library(), f"gnomon_grouped_forward{form}")
-        run(*inputs, *ctx.sizes, *(t.data_ptr() for t in (gate, up, y)), native.threads())
+        outputs = [t.data_ptr() for t in (gate, up, y)]
+        native.library().gnomon_grouped_forward(*inputs, *ctx.sizes, *outputs, mxfp8, native.threads())
         ctx.save_for_backward(z, w_gate, w_up, w_down, weights, gate, up, *grouping)
         return y
 
@@ -95,8 +95,8 @@ class _Grouped(torch.autograd.Function):
         w_gate, w_up, w_down, weights = rest[:4]
         made = [torch.empty_like(t) for t in (z, w_gate, w_up, w_down, weights)]
         inputs = [t.data_ptr() for t in (z, grad, *rest)]
-        run = getattr(native.library(), f"gnomon_grouped_backward{ctx.form}")
-        run(*inputs, *ctx.sizes, *(t.data_ptr() for t in made), native.threads())
+        outputs = [t.data_ptr() for t in made]
+        native.library().gnomon_grouped_backward(*inputs, *ctx.sizes, *outputs, ctx.mxfp8, native.threads())
         return None, *made[:4], None, made[4], None, None
 
 
