@@ -1,5 +1,6 @@
 """The inference model against `Transformer`, its meaning: every shape of model, every way to hand over rows, every wrong input."""
 
+import copy
 import ctypes
 from itertools import pairwise
 
@@ -39,10 +40,13 @@ SHAPES = {
 }
 
 
-def exact(network, ids):
-    """Logits of `Transformer` for one sequence."""
+FP32 = 3e-5  # what rounding may cost these random models over all their layers; on the machines seen it costs up to 8e-6
+
+
+def exact(network, ids, precision=torch.float64):
+    """Logits of `Transformer` for one sequence: in double precision, so that only the rounding of the twin is seen."""
     with torch.no_grad():
-        return network(ids[None])[0]
+        return copy.deepcopy(network).to(precision)(ids[None])[0]
 
 
 def poison(pool):
@@ -66,9 +70,9 @@ def test_logits_are_those_of_the_transformer(name, poisoned):
     pool = poison(twin.new_pool(2, 48, page_tokens=8))
     expected = exact(network, ids)
     first = twin.forward(rows_of([ids[:21]], [0], [1], [[5, 0, 3, 1, 4]], wanted=torch.arange(21)), pool)
-    assert relative(first.logits, expected[:21]) <= 1e-5
+    assert relative(first.logits, expected[:21]) <= FP32
     rest = [twin.forward(rows_of([ids[i:i + 1]], [i], [1], [[5, 0, 3, 1, 4]]), pool).logits for i in range(21, 37)]
-    assert relative(torch.cat(rest), expected[21:]) <= 1e-5
+    assert relative(torch.cat(rest), expected[21:]) <= FP32
 
 
 @pytest.mark.parametrize(("pattern", "weights", "bound"), [("kda", "bf16", 5e-3), ("kda", "mxfp4", 5e-3), ("mla", "bf16", 3e-2)])
@@ -81,7 +85,7 @@ def test_rounded_weights_meet_activations_that_are_rounded_once(pattern, weights
     twin, ids = InferenceModel.from_transformer(network, weights), tokens(40)
     out = twin.forward(rows_of([ids], [0], [0], [[0]], wanted=torch.arange(40)), twin.new_pool(1, 40))
     round_weights(network, weights)
-    assert relative(out.logits, exact(network, ids)) <= 6e-2
+    assert relative(out.logits, exact(network, ids, torch.float32)) <= 6e-2
     round_activations(network, monkeypatch)
     with torch.no_grad():
         hidden = network.hidden(ids[None])[0]
@@ -101,7 +105,7 @@ def test_many_sequences_of_any_length_in_one_call(poisoned):
         out = twin.forward(rows_of(pieces, done, slots, pages, wanted=wanted), pool)
         for ids, a, n, got in zip(whole, done, step, out.logits.split(step), strict=True):
             if n:
-                assert relative(got, exact(network, ids)[a:a + n]) <= 1e-5
+                assert relative(got, exact(network, ids)[a:a + n]) <= FP32
         done = [a + n for a, n in zip(done, step, strict=True)]
 
 
@@ -128,7 +132,7 @@ def test_a_long_prompt_needs_no_more_memory_and_is_exact():
     wanted = torch.tensor([0, 511, 512, 1100, 1299, 1303, 1306])
     out = twin.forward(rows_of([long, short], [0, 0], [0, 2], pages, wanted=wanted, copies=torch.tensor([[0, 1024, 3], [1, 4, 1]])), pool)
     expected = torch.cat([exact(network, long), exact(network, short)])[wanted]
-    assert relative(out.logits, expected) <= 1e-5
+    assert relative(out.logits, expected) <= FP32
     again = twin.forward(rows_of([long[1024:], short[4:]], [1024, 4], [3, 1], pages), pool)
     assert torch.equal(again.logits, out.logits[[4, 6]])
     sizes = []
@@ -162,16 +166,16 @@ def test_drafts_are_held_and_advanced_by_any_prefix(accepted, poisoned):
     before = pool.matrices[1].clone()
     out = twin.forward(rows, pool)
     assert torch.equal(before, pool.matrices[1])
-    assert relative(out.logits[:6], exact(network, other)) <= 1e-5
+    assert relative(out.logits[:6], exact(network, other)) <= FP32
     whole = [torch.cat([p, d]) for p, d in zip(prompts, drafts, strict=True)]
     for got, ids in zip(out.logits[6:].split(5), whole, strict=True):
-        assert relative(got, exact(network, ids)[-5:]) <= 1e-5
+        assert relative(got, exact(network, ids)[-5:]) <= FP32
     twin.advance(rows, out, torch.tensor(accepted), pool)
     now = [len(p) + n for p, n in zip(prompts, accepted, strict=True)]
     then = [torch.cat([ids[:n], tokens(2, seed=7)]) for ids, n in zip(whole, now, strict=True)]
     rest = twin.forward(rows_of([tokens(2, seed=7)] * 2, now, [1, 2], pages[1:], wanted=torch.arange(4)), pool)
     for got, ids in zip(rest.logits.split(2), then, strict=True):
-        assert relative(got, exact(network, ids)[-2:]) <= 1e-5
+        assert relative(got, exact(network, ids)[-2:]) <= FP32
 
 
 def test_a_fork_shares_pages_and_copies_its_slot():
@@ -183,7 +187,7 @@ def test_a_fork_shares_pages_and_copies_its_slot():
     pool.copy(0, 1)
     out = twin.forward(rows_of([left, right], [16, 16], [0, 1], [[0, 1, 2], [0, 1, 3]]), pool)
     for got, branch in zip(out.logits, (left, right), strict=True):
-        assert relative(got, exact(network, torch.cat([trunk, branch]))[-1]) <= 1e-5
+        assert relative(got, exact(network, torch.cat([trunk, branch]))[-1]) <= FP32
 
 
 def test_embeddings_in_place_of_tokens():
