@@ -21,8 +21,8 @@ class World:
         self.engine = Engine(self.runner, EngineSettings(schedule=ScheduleSettings(**schedule)), cache)
         self.first, self.ended, self.now, self.reasons = {}, {}, 0, {}
 
-    def submit(self, name, prompt, output=1, priority="interactive", seed=0):
-        ids = torch.randint(64, (prompt,), generator=torch.Generator().manual_seed(seed + 1000 * len(name) + hash_of(name)))
+    def submit(self, name, prompt, output=1, priority="interactive", seed=0, text=None):
+        ids = torch.randint(64, (prompt,), generator=torch.Generator().manual_seed(seed + 1000 * len(name) + hash_of(text or name)))
         self.engine.submit(Request(id=name, prompt=tuple(ids.tolist()), priority=priority,
                                    sampling=Sampling(temperature=0.0, max_tokens=output)))
 
@@ -50,12 +50,17 @@ def test_a_prompt_is_cut_at_multiples_of_64_and_a_step_keeps_to_its_budget():
     world.submit("long", 1000)
     world.submit("chat", 10, output=30)
     world.finish()
-    assert world.runner.steps[0] == [(0, 10), (0, 192)]
+    assert world.runner.steps[:2] == [[(0, 10)], [(0, 64), (10, 1)]]
     for step in world.runner.steps:
         decoding = [piece for piece in step if piece[1] == 1]
         assert sum(length for _, length in step) <= (128 + len(decoding) if decoding else 256)
         assert all((past + length) % 64 == 0 or past + length in (1000, 10) or length == 1 for past, length in step)
     assert world.reasons == {"long": "length", "chat": "length"}
+    world = World(step_tokens=256, mixed_tokens=128)
+    world.submit("long", 1000)
+    world.submit("writer", 10, output=30, priority="batch")
+    world.finish()
+    assert world.runner.steps[0] == [(0, 10), (0, 192)]
 
 
 def test_a_short_request_does_not_wait_for_long_prompts_of_its_class():
@@ -78,7 +83,29 @@ def test_steps_stay_small_for_a_while_after_a_short_prompt():
         world.finish()
         sizes[names[-1]] = [sum(length for _, length in step) for step in world.runner.steps]
     assert set(sizes["long"][:-1]) == {512}
-    assert max(sizes["short"][1:63]) <= 128 and max(sizes["short"][64:]) == 512
+    assert max(sizes["short"][1:63]) <= 64 and max(sizes["short"][64:]) == 512
+
+
+def test_a_step_that_takes_a_short_prompt_takes_nothing_of_long_ones():
+    world = World(step_tokens=512, mixed_tokens=128)
+    for i in range(3):
+        world.submit(f"long{i}", 4000)
+    for i in range(8):
+        world.submit(f"short{i}", 100)
+        world.step()
+        assert world.runner.steps[-1] == [(0, 100)]
+        world.step(4)
+        assert all(length <= 64 for _, length in world.runner.steps[-1])
+
+
+def test_a_conversation_that_is_mostly_cached_goes_before_a_prompt_that_is_not():
+    world = World(memory=1 << 22, step_tokens=64, mixed_tokens=64)
+    world.submit("first", 1000, text="talk")
+    world.finish()
+    world.submit("cold", 800)
+    world.submit("again", 1000, text="talk")
+    world.step()
+    assert "again" in world.first and "cold" not in world.first
 
 
 def test_a_short_prompt_is_through_with_the_next_step_whatever_runs():

@@ -3,8 +3,9 @@
 A prompt is cut at multiples of 64 only, counted from its beginning: the ends of the cache's hash blocks. Pieces are dealt one at a time.
 Which class comes next is decided by credit: each class with work earns its share of every step's budget and pays for its pieces, so that
 long prompts of one class cannot starve the other. Within a class those come first that were put aside amid their output, then the prompt
-with the least left, so a short request does not wait behind a long one; every fourth step is the oldest's, so a long one always moves.
-Nor should the next short one wait for the end of a large step: for some time after the last, steps stay as small as beside decoding.
+with the least left, so a short request does not wait behind a long one. A step that takes a short prompt takes no long one, but every
+fourth is the oldest's, so a long one always moves. Nor should the next short one wait for the end of a large step: for some time after the
+last, long prompts move in single pieces.
 
 A sequence that begins like a prompt on its way waits a few steps for what they share, rather than compute it a second time. It is admitted
 when all of its known tokens fit in memory, whole or not at all. When a decoding sequence finds no page, the last in rank (batch before
@@ -26,7 +27,7 @@ from gnomon.serve.sequence import Running, Sequence
 PIECE = 64
 """Tokens of a piece of a prompt: pieces end at multiples of it, as hash blocks do."""
 OLDEST_EVERY = 4
-"""Every so many steps the oldest prompt of a class comes first instead of the shortest."""
+"""Every so many steps the oldest prompt of a class comes first; beside short ones it waits for at most so many."""
 CAREFUL = 64
 """Steps after a short interactive prompt in which others may come, so that steps stay small."""
 HEADROOM = 64
@@ -44,10 +45,11 @@ class ScheduleSettings:
     max_sequences: int = setting(64, "sequences that run at a time; others wait")
     step_tokens: int = setting(512, "tokens of prompts in a step where nothing decodes")
     mixed_tokens: int = setting(128, "the same in a step that also decodes, or soon after a short prompt: what bounds others' wait")
+    careful_tokens: int = setting(64, "tokens of long prompts in a step soon after a short one: what bounds the wait of the next short one")
     interactive_share: float = setting(0.75, "share of the prompts' budget that the interactive class earns while both have work")
 
     def __post_init__(self) -> None:
-        for name in ("step_tokens", "mixed_tokens"):
+        for name in ("step_tokens", "mixed_tokens", "careful_tokens"):
             if getattr(self, name) < PIECE:
                 raise ConfigError(f"'{name}' is {getattr(self, name)}; a step takes prompts in pieces of {PIECE}, use at least that")
         if self.max_sequences < 1:
@@ -81,10 +83,14 @@ class Scheduler:
         self.impossible: list[tuple[Sequence, str]] = []
         self.steps = self.preemptions = self._releases = 0
         self._short_at = -CAREFUL  # the step that last worked on a short interactive prompt
+        self._passed = 0  # steps in a row that took short prompts while long ones of their class waited
         self._credit: dict[Priority, float] = dict.fromkeys(PRIORITIES, 0.0)
 
     def add(self, sequence: Sequence) -> None:
         """A sequence waits from now on."""
+        request = sequence.request
+        if self.reuse and request.cache and not request.prompt_logprobs:
+            sequence.known = self.cache.known(sequence.tokens, request.salt)
         self.waiting[sequence.order] = sequence
 
     def join(self, running: Running) -> None:
@@ -110,9 +116,10 @@ class Scheduler:
         before = self.preemptions
         decoding = self._decoding()
         chunks = [Chunk(running, running.held.length, running.held.length + 1) for running in decoding]
-        small = bool(decoding) or self.steps - self._short_at < CAREFUL
-        budget = self.settings.mixed_tokens if small else self.settings.step_tokens
-        return chunks + self._prompts(budget, admit=self.preemptions == before)
+        careful = self.steps - self._short_at < CAREFUL
+        budget = self.settings.mixed_tokens if decoding or careful else self.settings.step_tokens
+        long = min(budget, self.settings.careful_tokens) if careful else budget
+        return chunks + self._prompts(budget, long, admit=self.preemptions == before)
 
     def _decoding(self) -> list[Running]:
         """Those that decode, with room for one more token each."""
@@ -134,33 +141,45 @@ class Scheduler:
                 return False
         return True
 
-    def _prompts(self, budget: int, admit: bool) -> list[Chunk]:
-        """Deal the budget in pieces."""
+    def _prompts(self, budget: int, long: int, admit: bool) -> list[Chunk]:
+        """Deal the budget in pieces, at most `long` of it to prompts that are not short."""
         groups = {priority: self._ordered(priority, admit) for priority in PRIORITIES}
         self._earn(budget, [priority for priority in PRIORITIES if groups[priority]])
+        patient, behind = self._passed < OLDEST_EVERY - 1, any(not self._short(entry) for entry in groups["interactive"])
         planned: dict[int, Chunk] = {}
         while budget > 0 and any(groups.values()):
             priority = max((p for p in PRIORITIES if groups[p]), key=lambda p: self._credit[p])
-            entry = groups[priority][0]
+            entry, group = groups[priority][0], groups[priority]
+            waits = priority == "interactive" and patient and self._short_at == self.steps  # a short one's step
+            if not self._short(entry) and (waits or long <= 0):
+                group.popleft()
+                continue
             running = entry if isinstance(entry, Running) else self._admit(entry)
             if running is None:
-                groups[priority].popleft()
+                group.popleft()
                 continue
-            groups[priority][0] = running
+            group[0] = running
             sequence, short = running.sequence, self._short(running)
             start, done = running.held.length, planned[sequence.order].stop if sequence.order in planned else running.held.length
             stop = min(len(sequence.tokens), (done // PIECE + 1) * PIECE)
             if stop - done > budget:
                 break
+            if not short and stop - done > long:
+                group.popleft()
+                continue
             planned[sequence.order] = Chunk(running, start, stop)
             budget -= stop - done
             self._credit[priority] -= stop - done
             if short:
                 self._short_at = self.steps
+            else:
+                long -= stop - done
+                behind = behind and priority != "interactive"
             full = sequence.request.prompt_logprobs and stop - start >= self._logprob_rows
-            shares = not short and any(self._short(other) for other in groups[priority])  # an oldest one's turn; the others have theirs
+            shares = not short and any(self._short(other) for other in group)  # an oldest one's turn; the others have theirs
             if stop == len(sequence.tokens) or full or shares:
-                groups[priority].popleft()
+                group.popleft()
+        self._passed = self._passed + 1 if behind else 0
         return list(planned.values())
 
     def _ordered(self, priority: Priority, admit: bool) -> deque[Running | Sequence]:
@@ -170,15 +189,15 @@ class Scheduler:
             if running.sequence.request.priority == priority and not running.decoding
         ]
         if admit and not self.full:
-            found += [(not s.outputs, len(s.tokens), order, s) for order, s in self.waiting.items()
+            found += [(not s.outputs, len(s.tokens) - s.known, order, s) for order, s in self.waiting.items()
                       if s.request.priority == priority and s.refused_at != self._releases]
-        oldest = self.steps % OLDEST_EVERY == 0
+        oldest = self._passed >= OLDEST_EVERY - 1 or self.steps % OLDEST_EVERY == 0 and not any(self._short(entry[3]) for entry in found)
         found.sort(key=lambda entry: entry[2] if oldest else entry[:3])
         return deque(entry[3] for entry in found)
 
     def _short(self, entry: Running | Sequence) -> bool:
         """Whether a prompt is an interactive one that takes no more than a large step from its beginning to its end."""
-        sequence, known = (entry.sequence, entry.held.cached_tokens) if isinstance(entry, Running) else (entry, 0)
+        sequence, known = (entry.sequence, entry.held.cached_tokens) if isinstance(entry, Running) else (entry, entry.known)
         return sequence.request.priority == "interactive" and len(sequence.tokens) - known <= self.settings.step_tokens
 
     def _earn(self, budget: int, active: list[Priority]) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from gnomon.data.chat import ChatFormat
 from gnomon.data.dialects.asked import Asked, Head, Refused
-from gnomon.data.messages import Conversation, Image
+from gnomon.data.messages import Conversation, Image, Message, Text
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.serve.admission import Admission
 from gnomon.serve.answering import Answer, Events, Prompt, Source
@@ -30,6 +30,8 @@ from gnomon.serve.settings import ServeSettings
 T = TypeVar("T")
 ANYTHING = r"(.|\n)*"
 """Words of any kind: what an answer is that may call no tool."""
+LONG_TEXT = 1 << 12
+"""Characters from which on a prompt is encoded on a thread beside that of short ones."""
 
 
 class LiveEngine(Events, Protocol):
@@ -61,6 +63,7 @@ class Service:
         self._source = Source(events=engine, tokenizer=tokenizer, between_tokens=self.metrics.between_tokens.observe)
         self.room = Room(settings.limits.inside_bytes)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")  # long prompts must not stop the event loop
+        self._long_threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode-long")  # nor short ones
 
     @property
     def context(self) -> int:
@@ -69,7 +72,8 @@ class Service:
 
     def close(self) -> None:
         """Let go of what the service holds; the engine is its maker's."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self.sight is not None:
             self.sight.close()
 
@@ -114,7 +118,7 @@ class Service:
             encoded = await self.in_thread(lambda: chat.encode(read, images=True))
             tokens, boundaries, images = await self.in_thread(lambda: sight.place(encoded), sight.threads)
         else:
-            encoded = await self.in_thread(lambda: chat.encode(conversation))
+            encoded = await self.in_thread(lambda: chat.encode(conversation), self._room_for(sum(_length(m) for m in conversation.messages)))
             tokens, boundaries, images = encoded.tokens, encoded.boundaries, ()
         return [Prompt(tokens=tokens, boundaries=boundaries, parser=lambda: chat.parser(conversation), stop_ids=chat.stop_ids,
                        images=images)]
@@ -122,6 +126,10 @@ class Service:
     async def in_thread(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
         """Do work that may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
+
+    def _room_for(self, characters: int) -> ThreadPoolExecutor:
+        """Where a text of this length is encoded."""
+        return self._long_threads if characters > LONG_TEXT else self._threads
 
     def _with_effort(self, conversation: Conversation) -> Conversation:
         wanted = self.settings.defaults.effort
@@ -133,7 +141,7 @@ class Service:
     async def _plain(self, prompt: str | tuple[int, ...], asked: Asked) -> Prompt:
         if isinstance(prompt, str):
             text = prompt
-            tokens = tuple(await self.in_thread(lambda: self.tokenizer.encode(text)))
+            tokens = tuple(await self.in_thread(lambda: self.tokenizer.encode(text), self._room_for(len(text))))
         else:
             tokens = prompt
             wrong = [token for token in tokens if not 0 <= token < self.tokenizer.vocab_size]
@@ -197,3 +205,8 @@ class Service:
 
 def _given(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def _length(message: Message) -> int:
+    """Characters of a message's texts."""
+    return sum(len(part.text) for part in message.content if isinstance(part, Text)) + len(message.reasoning or "")
