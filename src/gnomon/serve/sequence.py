@@ -15,8 +15,8 @@ from gnomon.serve.sampler import Bent, Draw
 class Sequence:
     """A request that was accepted; `order` counts arrivals. It waits until it is a `Running`, and may wait again when memory runs out.
 
-    `followers` are requests with the same prompt that wait for this one's prompt to be computed and then fork from it. `known` is how many of
-    its tokens the cache had when it began to wait.
+    `followers` are requests with the same prompt that wait for this one's prompt to be computed and then fork from it. `known` is how
+    many of its tokens the cache had when it began to wait.
     """
 
     request: Request

@@ -118,7 +118,8 @@ class Service:
             encoded = await self.in_thread(lambda: chat.encode(read, images=True))
             tokens, boundaries, images = await self.in_thread(lambda: sight.place(encoded), sight.threads)
         else:
-            encoded = await self.in_thread(lambda: chat.encode(conversation), self._room_for(sum(_length(m) for m in conversation.messages)))
+            characters = sum(_length(message) for message in conversation.messages)
+            encoded = await self.in_thread(lambda: chat.encode(conversation), self._room_for(characters))
             tokens, boundaries, images = encoded.tokens, encoded.boundaries, ()
         return [Prompt(tokens=tokens, boundaries=boundaries, parser=lambda: chat.parser(conversation), stop_ids=chat.stop_ids,
                        images=images)]
