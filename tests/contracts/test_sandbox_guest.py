@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +15,7 @@ import pytest
 
 from gnomon.errors import SandboxError, SandboxLost
 from gnomon.sandbox import guest
+from gnomon.sandbox.guest import channel as channel_module
 from gnomon.sandbox.guest import files
 from gnomon.sandbox.guest.channel import FRAME, Guest
 from gnomon.sandbox.sandbox import Command, FileEvent
@@ -180,36 +183,98 @@ def test_changes_are_seen_as_they_happen(tmp_path: Path) -> None:
     with_agent(use)
 
 
+LIAR = f"""
+import json, os, struct, sys, time
+sys.path.insert(0, {str(AGENT.parent)!r})
+from agent_seal import Seal
+seal = Seal()
+def frame():
+    head, body = struct.unpack(">II", sys.stdin.buffer.read(8))
+    header = json.loads(sys.stdin.buffer.read(head))
+    if header["op"] == "go":
+        seal.turn(header["key"], header["word"])
+    return header, sys.stdin.buffer.read(body)
+def raw(lengths, text=b"", body=b""):
+    os.write(1, lengths + seal.of(lengths, text, body) + text + body)
+def send(header, body=b""):
+    head = json.dumps(header).encode()
+    raw(struct.pack(">II", len(head), len(body)), head, body)
+"""
+
+
+def liar(script: str) -> tuple[str, ...]:
+    """An agent that knows its key and says what the script says."""
+    return (sys.executable, "-c", LIAR + script)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
-        FRAME.pack(1 << 30, 0),
-        FRAME.pack(2, 1 << 30) + b"{}",
-        FRAME.pack(4, 0) + b"nope",
-        FRAME.pack(2, 0) + b"[]",
-        FRAME.pack(20_000, 0) + b"[" * 20_000,
+        (FRAME.pack(1 << 30, 0),),
+        (FRAME.pack(2, 1 << 30), b"{}"),
+        (FRAME.pack(4, 0), b"nope"),
+        (FRAME.pack(2, 0), b"[]"),
+        (FRAME.pack(20_000, 0), b"[" * 20_000),
     ],
 )
-def test_an_agent_that_lies_loses_its_machine_and_nothing_else(frame: bytes) -> None:
-    program = (sys.executable, "-c", f"import os,time; os.read(0,9); os.write(1, {frame!r}); time.sleep(60)")
-
+def test_an_agent_that_lies_loses_its_machine_and_nothing_else(frame: tuple[bytes, ...]) -> None:
     async def use(channel: Guest) -> None:
         with pytest.raises(SandboxLost, match="must not"):
             await channel.go()
 
-    with_agent(use, program)
+    with_agent(use, liar(f"frame(); raw(*{frame!r}); time.sleep(60)"))
+
+
+FORGERIES = {
+    "no seal": "os.write(1, lengths + bytes(16) + text)",
+    "a seal of another frame": "os.write(1, lengths + seal.of(lengths, text + b' ') + text)",
+    "the same frame twice": "sealed = lengths + seal.of(lengths, text) + text; os.write(1, sealed); os.write(1, sealed)",
+    "a frame left out": "seal.of(lengths, text); os.write(1, lengths + seal.of(lengths, text) + text)",
+    "another key": "seal.key = bytes(32); os.write(1, lengths + seal.of(lengths, text) + text)",
+}
+
+
+@pytest.mark.parametrize("how", FORGERIES)
+def test_what_is_not_sealed_in_its_turn_is_no_answer(how: str) -> None:
+    """Whoever can write into the agent's channel but has not its key cannot give a single answer in its name."""
+    script = f"""
+send({{"ev": "reply", "id": frame()[0]["id"]}})
+text = json.dumps({{"ev": "reply", "id": frame()[0]["id"] + (1 if {how == "the same frame twice"} else 0)}}).encode()
+lengths = struct.pack(">II", len(text), 0)
+{FORGERIES[how]}
+time.sleep(60)
+"""
+
+    async def use(channel: Guest) -> None:
+        await channel.go()
+        with pytest.raises(SandboxLost, match="not the agent's"):
+            await channel.call({"op": "ping"})
+
+    with_agent(use, liar(script))
+
+
+def test_an_agent_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(channel_module, "PATIENCE_SECONDS", 0.5)
+    script = """
+send({"ev": "reply", "id": frame()[0]["id"]})
+send({"ev": "reply", "id": frame()[0]["id"], "pid": 2})
+time.sleep(60)
+"""
+
+    async def use(channel: Guest) -> None:
+        monkeypatch.setattr(channel_module, "PATIENCE_SECONDS", 60.0)
+        await channel.go()
+        monkeypatch.setattr(channel_module, "PATIENCE_SECONDS", 0.5)
+        with pytest.raises(SandboxLost, match="no sign of life"):
+            await asyncio.wait_for(channel.run(command("true", timeout_seconds=None), HERE), 60)
+
+    with_agent(use, liar(script))
 
 
 def test_a_listing_cannot_name_places_outside(tmp_path: Path) -> None:
     rows = json.dumps([["/data/../../escape", "file", 1, 420, 0.0, None]])
-    liar = f"""
-import json, os, struct, sys
-def frame():
-    head, body = struct.unpack(">II", sys.stdin.buffer.read(8))
-    return json.loads(sys.stdin.buffer.read(head)), sys.stdin.buffer.read(body)
-def send(header, body=b""):
-    head = json.dumps(header).encode()
-    os.write(1, struct.pack(">II", len(head), len(body)) + head + body)
+    script = f"""
 while True:
     header, body = frame()
     if header["op"] == "list":
@@ -222,8 +287,47 @@ while True:
         with pytest.raises(SandboxError, match="escape"):
             await files.download(channel, "/data", tmp_path / "target")
 
-    with_agent(use, (sys.executable, "-c", liar))
+    with_agent(use, liar(script))
     assert not (tmp_path.parent / "escape").exists()
+
+
+def test_connections_of_the_door_go_both_ways_and_are_bounded(tmp_path: Path) -> None:
+    """A program inside reaches the socket that the door leads to, whole and in both directions, and nothing once it leads nowhere."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    data = os.urandom(1 << 20)
+
+    def ask() -> bytes:
+        with socket.create_connection(("127.0.0.1", port), 60) as connection:
+            sender = threading.Thread(target=lambda: (connection.sendall(data), connection.shutdown(socket.SHUT_WR)))
+            sender.start()
+            got = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            sender.join()
+        return got
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+            await writer.drain()
+        writer.close()
+
+    async def use(channel: Guest) -> None:
+        await channel.go()
+        place = tmp_path / "proxy"
+        server = await asyncio.start_unix_server(echo, place)
+        async with server:
+            await channel.lead(port, place)
+            assert await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(2))) == [data] * 2
+            await channel.hold()
+            await channel.go()
+            assert await asyncio.to_thread(ask) == data
+            await channel.lead(port, None)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.to_thread(ask)
+        assert not channel.door.ways
+
+    with_agent(use)
 
 
 class Rows:
@@ -258,21 +362,20 @@ def test_many_files_are_bounded_together(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "target").iterdir()) <= 50
 
 
-@pytest.mark.parametrize("row", [b"[[1]]", b"[7]", b"{}", b"7", b'[["/x","file","x",[],{},1]]', b'[["/x","file",1e999,0,0,null]]'])
+@pytest.mark.parametrize("row", [b"[[1]]", b"[7]", b"{x", b"7", b'[["/x","file","x",[],{},1]]', b'[["/x","file",1e999,0,0,null]]'])
 def test_whoever_waits_is_told_whatever_a_reply_is_made_of(row: bytes) -> None:
-    async def use(channel: Guest) -> None:
-        call = asyncio.ensure_future(files.listing(channel, "/", 1))
-        await asyncio.sleep(0)
-        channel.open.set()
-        await asyncio.sleep(0.05)
-        with pytest.raises(SandboxLost, match="must not"):
-            await asyncio.wait_for(call, 20.0)
+    script = f"""
+send({{"ev": "reply", "id": frame()[0]["id"]}})
+send({{"ev": "part", "id": frame()[0]["id"]}}, {row!r})
+time.sleep(60)
+"""
 
-    head = json.dumps({"ev": "part", "id": 1}).encode()
-    frame = FRAME.pack(len(head), len(row)) + head + row
-    if row == b"{}":
-        frame = FRAME.pack(len(head), 2) + head + b"{x"
-    with_agent(use, (sys.executable, "-c", f"import os,time; os.read(0,9); os.write(1, {frame!r}); time.sleep(60)"))
+    async def use(channel: Guest) -> None:
+        await channel.go()
+        with pytest.raises(SandboxLost, match="must not"):
+            await asyncio.wait_for(files.listing(channel, "/", 1), 60.0)
+
+    with_agent(use, liar(script))
 
 
 def test_the_end_is_told_past_a_watch_that_nobody_reads() -> None:

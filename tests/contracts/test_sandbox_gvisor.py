@@ -15,7 +15,7 @@ from gnomon.sandbox.backends.gvisor import Backend
 from gnomon.sandbox.gvisor import runsc
 from gnomon.sandbox.gvisor.machine import Machine
 from gnomon.sandbox.layers import LayerStore
-from gnomon.sandbox.sandbox import Command, Network, Spec
+from gnomon.sandbox.sandbox import Command, Spec
 
 SOURCE = Path(__file__).parents[2] / "src"
 FOUND: list[str] = []
@@ -174,6 +174,65 @@ def test_snapshots_outlive_their_sandbox_with_and_without_processes() -> None:
     with_backend(use)
 
 
+LOOK_IN = r"""
+import ctypes, errno, os
+library = ctypes.CDLL(None, use_errno=True)
+def attempt(call):
+    try:
+        call()
+        return "open"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+def traced(request):
+    if library.ptrace(request, 1, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "ptrace")
+print(attempt(lambda: traced(0x4206)), *[attempt(lambda: os.open(f"/proc/1/{name}", os.O_RDONLY)) for name in ("mem", "exe")])
+pid = os.fork()
+if pid == 0:
+    library.ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19); os._exit(0)
+print("own", os.WIFSTOPPED(os.waitpid(pid, 0)[1]) and library.ptrace(7, pid, 0, 0) == 0)
+"""
+FORGE = r"""
+import json, os, struct, time
+made = 0
+for name in os.listdir("/proc/1/fd"):
+    try:
+        place = os.readlink(f"/proc/1/fd/{name}")
+        handle = os.open(f"/proc/1/fd/{name}", os.O_WRONLY | os.O_NONBLOCK) if "host" in place or "socket" in place else -1
+    except OSError:
+        continue
+    for id in range(1, 60):
+        text = json.dumps({"ev": "exit", "id": id, "code": 0}).encode()
+        try:
+            made += handle >= 0 and os.write(handle, struct.pack(">II", len(text), 0) + bytes(16) + text) > 0
+        except OSError:
+            break
+time.sleep(0.2)
+raise SystemExit(7)
+"""
+
+
+def test_root_inside_does_not_speak_in_the_agents_name() -> None:
+    """It may not look into the agent, and what it writes into the agent's channel ends the machine instead of being an answer."""
+
+    async def use(backend: Backend) -> None:
+        async with await backend.create(Spec()) as machine:
+            looked = await machine.exec(command("python3", "-c", LOOK_IN))
+            assert looked.text.split("\n")[:2] == ["EPERM EACCES EACCES", "own True"], looked.stderr
+            [forged] = await asyncio.gather(machine.exec(command("python3", "-c", FORGE)), return_exceptions=True)
+            if isinstance(forged, BaseException):
+                assert isinstance(forged, SandboxLost) and "not the agent's" in str(forged)
+            else:
+                assert forged.code == 7
+        async with await backend.create(Spec()) as machine:  # no process list to look into, and the agent still finds what it ends
+            script = "mount -t tmpfs none /proc; (sleep 1000 &) ; sleep 1000"
+            ended = await machine.exec(Command(argv=("sh", "-c", script), timeout_seconds=2.0))
+            assert ended.timed_out
+            assert (await machine.usage()).processes == 0
+
+    with_backend(use)
+
+
 def test_a_machine_that_loses_its_agent_is_lost_and_cleared() -> None:
     async def use(backend: Backend) -> None:
         machine = await backend.create(Spec())
@@ -182,8 +241,6 @@ def test_a_machine_that_loses_its_agent_is_lost_and_cleared() -> None:
         with pytest.raises(SandboxLost):
             await machine.read("/etc/passwd")
         await machine.kill()
-        with pytest.raises(Unsupported, match="network"):
-            await backend.create(Spec(network=Network(allow=("example.org:443",))))
         keyed = [await backend.create(Spec(idempotency_key="one", ttl_seconds=0.5)) for _ in range(2)]
         assert keyed[0] is keyed[1]
         for _ in range(100):

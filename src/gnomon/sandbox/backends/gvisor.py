@@ -22,8 +22,10 @@ from gnomon.sandbox.gvisor.machine import Machine
 from gnomon.sandbox.images import Image
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.ns.cgroups import Cgroups, Group
+from gnomon.sandbox.ns.door import PORT
 from gnomon.sandbox.registry import Registry, Traces
-from gnomon.sandbox.sandbox import MEGABYTE, Capabilities, Command, Snapshot, Spec
+from gnomon.sandbox.sandbox import MEGABYTE, Capabilities, Command, Network, Snapshot, Spec
+from gnomon.sandbox.ways import Ways
 
 PROBE_SECONDS = 30.0
 NEVER_HELD = frozenset({"disk_bytes", "inodes", "processes"})
@@ -52,6 +54,7 @@ class Backend:
         self.machines: dict[str, Machine] = {}
         self.timers: dict[str, asyncio.TimerHandle] = {}
         self.tasks: set[asyncio.Task[None]] = set()
+        self.ways = Ways()
 
     @property
     def store(self) -> LayerStore:
@@ -119,7 +122,7 @@ class Backend:
             snapshot_files=checkpoints,
             snapshot_memory=checkpoints,
             live_fork=checkpoints,
-            network=False,
+            network=True,
             rootless=os.geteuid() != 0,
             unenforced=frozenset(limit for held, limit in HELD_BY.items() if held not in self.groups.folders) | NEVER_HELD,
             notes=tuple(notes),
@@ -127,23 +130,22 @@ class Backend:
         return self._found
 
     async def create(self, spec: Spec) -> Machine:
-        """A new sandbox, or the machine of a snapshot. Raises `Unsupported` for a network."""
-        if spec.network.allow or spec.network.proxy is not None:
-            raise Unsupported("gvisor: sandboxes have no network; use the namespaces backend for an allow list")
+        """A new sandbox, or the machine of a snapshot."""
         image = self.store.resolve(spec.image)
         if image.snapshot is not None and image.memory is None and image.snapshot.backend == self.name:
             raise SandboxError(f"snapshot {spec.image} has lost its checkpoint")
         if image.memory is not None and (image.snapshot is None or image.snapshot.backend != self.name):
             raise Unsupported(f"gvisor: {spec.image} holds the processes of another backend's sandbox")
         spec = replace(spec, env={**image.env, **spec.env})
-        machine = await self._place(spec, image)
+        known = json.loads((image.memory / "gnomon.json").read_text()) if image.memory is not None else {}
+        machine = await self._place(spec, image, bytes.fromhex(known["key"]) if known else None)
         if machine.state != "new":
             return machine
         try:
             if image.memory is None:
                 await machine.boot(env=dict(spec.env), workdir=spec.workdir, owner=spec.user)
+                await machine.set_network(spec.network)
             else:
-                known = json.loads((image.memory / "gnomon.json").read_text())
                 await machine.born(image.memory, memory=bool(known["memory"]))
         except BaseException:
             await machine.kill()
@@ -151,15 +153,15 @@ class Backend:
         self.expire(machine, spec.ttl_seconds)
         return machine
 
-    async def _place(self, spec: Spec, image: Image) -> Machine:
-        """A record, a folder and a bundle for a new machine; or the machine that lives under the same key."""
+    async def _place(self, spec: Spec, image: Image, key: bytes | None) -> Machine:
+        """A record, a folder and a bundle for a new machine; or the machine that lives under the same idempotency key."""
         identifier = secrets.token_hex(8)
         folder = await asyncio.to_thread(self.store.scratch)
         record = self.registry.claim(identifier, self.name, spec, traces=Traces(files=(str(folder),)))
         if record.id != identifier:
             self.store.discard(folder)
             return await self._existing(record.id)
-        machine = Machine(identifier, spec, folder, self)
+        machine = Machine(identifier, spec, folder, self, key)
         self.machines[identifier] = machine
         try:
             root, agent = await asyncio.to_thread(self._folders, image)
@@ -194,7 +196,7 @@ class Backend:
 
     async def sibling(self, parent: Machine, spec: Spec) -> Machine:
         """A new machine like `parent`, recorded and with a bundle, not started."""
-        machine = await self._place(spec, self.store.resolve(spec.image))
+        machine = await self._place(spec, self.store.resolve(spec.image), parent.guest.key)
         self.expire(machine, spec.ttl_seconds)
         return machine
 
@@ -202,7 +204,9 @@ class Backend:
         """A finished checkpoint becomes a sealed folder of the store, and a name for it."""
         identifier = secrets.token_hex(8)
         start = self.store.resolve(machine.spec.image)
-        (image / "gnomon.json").write_text(json.dumps({"memory": memory, "runsc": runsc.version(self.runsc.binary)}))
+        known = {"memory": memory, "runsc": runsc.version(self.runsc.binary), "key": machine.guest.key.hex()}
+        (image / "gnomon.json").write_text(json.dumps(known))
+        (image / "gnomon.json").chmod(0o600)
         size = account.disk(image)
         layer = await asyncio.to_thread(self.store.seal, image, durable=True)
         snapshot = Snapshot(
@@ -219,6 +223,10 @@ class Backend:
         finally:
             self.store.release([layer])
         return snapshot
+
+    async def connect(self, machine: Machine, network: Network) -> None:
+        """The machine's door leads where these rules allow."""
+        await machine.guest.lead(PORT, await self.ways.lead(machine.id, network))
 
     def note(self, machine: Machine) -> None:
         """Tell the registry what the machine is now and which processes it has."""
@@ -249,6 +257,7 @@ class Backend:
     async def discard(self, machine: Machine) -> None:
         """Give back everything that a machine had."""
         self.machines.pop(machine.id, None)
+        await self.ways.end(machine.id)
         timer = self.timers.pop(machine.id, None)
         if timer is not None:
             timer.cancel()

@@ -19,7 +19,6 @@ from gnomon.errors import CapacityError, ConfigError, SandboxError, SandboxLost,
 from gnomon.sandbox import owners
 from gnomon.sandbox.images import Image
 from gnomon.sandbox.layers import LayerStore
-from gnomon.sandbox.network import Egress
 from gnomon.sandbox.ns import door
 from gnomon.sandbox.ns.channel import Channel, Refused
 from gnomon.sandbox.ns.host import Zygote, explained
@@ -27,6 +26,7 @@ from gnomon.sandbox.ns.keeping import Keeping
 from gnomon.sandbox.ns.machine import Machine, Root
 from gnomon.sandbox.registry import Registry, Traces
 from gnomon.sandbox.sandbox import Capabilities, Command, Network, Sandbox, Snapshot, Spec
+from gnomon.sandbox.ways import Ways
 
 BIRTH_SECONDS = 60.0
 MIN_MEMORY, MIN_DISK, MIN_PROCESSES, MIN_FILES, MIN_INODES = 16 << 20, 1 << 20, 4, 16, 64
@@ -42,7 +42,7 @@ class Backend(Keeping):
         self.registry = registry
         self.machines: dict[str, Machine] = {}
         self.doors: dict[str, door.Door] = {}
-        self.egresses: dict[str, Egress] = {}
+        self.ways = Ways()
         self.keys: dict[str, asyncio.Task[Machine]] = {}
         self.starting: asyncio.Task[Zygote] | None = None
         self.known: Capabilities | None = None
@@ -202,8 +202,7 @@ class Backend(Keeping):
         self.machines.pop(machine.id, None)
         if (way := self.doors.pop(machine.id, None)) is not None:
             await way.close()
-        if (egress := self.egresses.pop(machine.id, None)) is not None:
-            await egress.close()
+        await self.ways.end(machine.id)
         if not machine.root.upper:
             return
         root, machine.root = machine.root, replace(machine.root, upper="", below=())
@@ -261,15 +260,7 @@ class Backend(Keeping):
 
     async def connect(self, machine: Machine, network: Network) -> None:
         """Open, move or shut the door. With rules it leads to a proxy that keeps them, and that cuts what new ones forbid."""
-        way, egress = self.doors.get(machine.id), self.egresses.get(machine.id)
-        if network.allow and egress is None:
-            egress = self.egresses[machine.id] = Egress(network)
-            await egress.start()
-        elif network.allow and egress is not None:
-            egress.replace(network)
-        elif egress is not None:
-            await self.egresses.pop(machine.id).close()
-        target = egress.path if network.allow and egress is not None else network.proxy
+        way, target = self.doors.get(machine.id), await self.ways.lead(machine.id, network)
         if way is not None and way.proxy != target:
             way.cut(target)
         elif way is None and target is not None:

@@ -22,7 +22,10 @@ from typing import IO
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import agent_files  # the neighbours in the same folder, wherever that is inside
+from agent_calls import Calls
 from agent_child import Child
+from agent_door import Door
+from agent_seal import Seal, close_up
 
 FRAME = struct.Struct(">II")
 CHUNK = 1 << 16
@@ -32,7 +35,7 @@ IDENTITY = "/run/gnomon/instance"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-class Agent:
+class Agent(Calls):
     """The loop: frames from the host, output of programs, ends of programs, changes of watched folders."""
 
     def __init__(self, source: int, sink: int) -> None:
@@ -42,11 +45,13 @@ class Agent:
         self.by_pid: dict[int, Child] = {}
         self.orphans: collections.deque[IO[bytes]] = collections.deque()
         self.env: dict[str, str] = {}
+        self.seal = Seal()
         self.held = False
         self.stopped: set[int] | None = None
         self.watches = agent_files.Watches()
         self.uploads: dict[int, agent_files.Upload] = {}
         self.selector = selectors.PollSelector()
+        self.door = Door(self.send, self.selector)
         self.selector.register(source, selectors.EVENT_READ, ("host", None))
         wake_read, wake_write = os.pipe()
         for end in (wake_read, wake_write):
@@ -60,7 +65,8 @@ class Agent:
     def send(self, header: dict[str, object], payload: bytes = b"") -> None:
         """One frame to the host; the host always reads, so this ends."""
         head = json.dumps(header).encode()
-        view = memoryview(FRAME.pack(len(head), len(payload)) + head + payload)
+        lengths = FRAME.pack(len(head), len(payload))
+        view = memoryview(lengths + self.seal.of(lengths, head, payload) + head + payload)
         while view:
             view = view[os.write(self.sink, view) :]
 
@@ -84,6 +90,8 @@ class Agent:
                     self.drain(subject)
                 elif what == "watch":
                     self.changed(event.fd)
+                elif what == "door":
+                    self.door.happened(subject, mask)
             if not self.held:
                 self.reap()
 
@@ -113,12 +121,9 @@ class Agent:
             number = getattr(error, "errno", None)
             self.send({"ev": "error", "id": header.get("id"), "error": str(error), "errno": number})
 
-    def reply(self, header: dict, payload: bytes = b"", **fields: object) -> None:
-        """The answer to a request."""
-        self.send({"ev": "reply", "id": header["id"], **fields}, payload)
-
     def do_hold(self, header: dict, payload: bytes) -> None:
         """Write nothing more; with `stop`, stop every other process first, so that the files stand still."""
+        self.door.close()
         self.stopped = agent_files.stop_all() if header.get("stop") else None
         self.reply(header)
         self.held = True
@@ -126,6 +131,7 @@ class Agent:
     def do_go(self, header: dict, payload: bytes) -> None:
         """Go on under a name: the same machine, or (`forget`) a copy that owes its parent's host nothing."""
         self.held = False
+        self.seal.turn(header.get("key") or "", header["word"])
         if header.get("forget"):
             for child in self.children.values():
                 child.key = None
@@ -150,6 +156,21 @@ class Agent:
         if header.get("workdir"):
             agent_files.make_home(header["workdir"], header.get("owner") or "root")
         self.reply(header, time=time.time())
+
+    def do_ping(self, header: dict, payload: bytes) -> None:
+        """A sign of life."""
+        self.reply(header)
+
+    def do_door(self, header: dict, payload: bytes) -> None:
+        """Listen for programs that want out, or do no more of it."""
+        self.door.close()
+        if header["port"]:
+            self.door.open(header["port"])
+        self.reply(header)
+
+    def do_pass(self, header: dict, payload: bytes) -> None:
+        """Bytes for a connection of the door, its end, or room for more of its own."""
+        self.door.obey(header, payload)
 
     def do_start(self, header: dict, payload: bytes) -> None:
         """Start a program; its end, or why it could not start, comes as an event."""
@@ -311,70 +332,6 @@ class Agent:
         self.selector.unregister(stream.fileno())
         stream.close()
 
-    def do_read(self, header: dict, payload: bytes) -> None:
-        """A file's content in pieces."""
-        for piece in agent_files.read(header["path"], header["max"]):
-            self.send({"ev": "part", "id": header["id"]}, piece)
-        self.reply(header)
-
-    def do_write(self, header: dict, payload: bytes) -> None:
-        """A piece of a file; the last one puts it in its place."""
-        upload = self.uploads.pop(header["file"], None) or agent_files.Upload(header["path"], header.get("mode"))
-        upload.add(payload)
-        if header["last"]:
-            if upload.fresh and self.watches.queues:
-                self.watches.fresh.add(upload.target)
-            upload.finish()
-        else:
-            self.uploads[header["file"]] = upload
-        self.reply(header)
-
-    def do_list(self, header: dict, payload: bytes) -> None:
-        """The entries of a directory, in pieces."""
-        for rows in agent_files.entries(header["path"], header["depth"]):
-            self.send({"ev": "part", "id": header["id"]}, json.dumps(rows).encode())
-        self.reply(header)
-
-    def do_remove(self, header: dict, payload: bytes) -> None:
-        """A file, or a directory and all below it, goes."""
-        agent_files.remove(header["path"])
-        self.reply(header)
-
-    def do_mkdir(self, header: dict, payload: bytes) -> None:
-        """A directory and those above it."""
-        os.makedirs(header["path"], exist_ok=True)
-        self.reply(header)
-
-    def do_link(self, header: dict, payload: bytes) -> None:
-        """A symbolic link, in place of a file or link that is there."""
-        os.makedirs(os.path.dirname(header["path"]), exist_ok=True)
-        if os.path.lexists(header["path"]):
-            os.unlink(header["path"])
-        os.symlink(header["target"], header["path"])
-        self.reply(header)
-
-    def do_watch(self, header: dict, payload: bytes) -> None:
-        """Report changes below a directory from now on."""
-        handle = self.watches.open(header["id"], header["path"], bool(header["recursive"]))
-        self.selector.register(handle, selectors.EVENT_READ, ("watch", None))
-        self.reply(header)
-
-    def do_unwatch(self, header: dict, payload: bytes) -> None:
-        """Stop reporting."""
-        for handle in self.watches.close(header["watch"]):
-            self.selector.unregister(handle)
-        self.reply(header)
-
-    def changed(self, handle: int) -> None:
-        """Pass on what happened in a watched directory."""
-        key, events = self.watches.read(handle)
-        for path, kind in events:
-            self.send({"ev": "change", "id": key, "path": path, "kind": kind})
-
-    def do_usage(self, header: dict, payload: bytes) -> None:
-        """Processes besides this one, processor seconds of all, bytes of files that were written here."""
-        self.reply(header, processes=len(agent_files.others()), seconds=sum(os.times()[:4]), disk=agent_files.written())
-
 
 def main() -> None:
     """Take the channel from standard input and output, so that no program inherits them, and serve."""
@@ -386,6 +343,7 @@ def main() -> None:
     for handle in (0, 1, 2):
         os.dup2(null, handle)
     os.umask(0o022)
+    close_up()
     Agent(source, sink).run()
 
 

@@ -1,7 +1,7 @@
 """Files, users and processes as the agent inside sees them; used by `agent` alone and, like it, runs inside under any Python from 3.9 on.
 
 Everything happens inside the machine, where a symbolic link can lead nowhere else. A fifo or a device never makes the agent wait: files
-are opened without blocking and must be regular.
+are opened without blocking and must be regular. The list of processes is held open from the start, as root inside may mount over `/proc`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 PIECE = 1 << 18
 HIDDEN = ".gnomon-part-"
+PROC = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 BEGAN = time.time() - 1.0
 EVENT = struct.Struct("iIII")
 CREATE, MODIFY, ATTRIBUTES, GONE, MOVED_FROM, MOVED_TO = 0x100, 0x2, 0x4, 0x200, 0x40, 0x80
@@ -203,20 +204,26 @@ def others() -> list[int]:
     """Every process but this one; none where it is not process 1, so that no signal can leave the machine."""
     if os.getpid() != 1:
         return []
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    return [int(name) for name in os.listdir(PROC) if name.isdigit() and int(name) != os.getpid()]
 
 
 def _status(pid: int) -> list[str]:
     """State, parent, group and session of a process, or nothing if it has gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+        handle = os.open(f"{pid}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=PROC)
+        try:
+            return os.read(handle, 4096).decode("utf-8", "replace").rpartition(")")[2].split()
+        finally:
+            os.close(handle)
     except OSError:
         return []
 
 
 def signal_all(number: int, these: set[int] | None = None) -> None:
     """A signal for every process but this one, or for these."""
+    if these is None and number == signal.SIGKILL and os.getpid() == 1:
+        with contextlib.suppress(OSError):
+            os.kill(-1, number)
     for pid in others() if these is None else these:
         with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -1,35 +1,49 @@
 """The host's end of the channel to the agent inside: framed, multiplexed, bounded, and never trusting what comes back.
 
-A frame is two big-endian 32-bit lengths, a JSON header and raw bytes. Requests carry an `id` that their replies and events repeat. Output
-of a background program is sent only as far as the host has granted credit, so that nothing piles up when nobody reads. Across a checkpoint
-the channel object stays and gets new file descriptors: `hold` drains it, `reconnect` and `go` open it again.
+A frame is two big-endian 32-bit lengths, a JSON header and raw bytes; those of the agent carry a seal behind the lengths, made with a
+key that it was given before the first program ran. What is not sealed in its turn ends the machine, so nobody inside speaks in the agent's
+name. Requests carry an `id` that their replies and events repeat. Output of a background program is sent only as far as the host has
+granted credit, so that nothing piles up when nobody reads. Across a checkpoint the channel object stays and gets new file descriptors:
+`hold` drains it, `connect` and `go` open it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import itertools
 import json
 import os
+import secrets
 import struct
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, cast
 
 from gnomon.errors import SandboxError, SandboxLost, SandboxTimeout
+from gnomon.sandbox.guest.door import Door
 from gnomon.sandbox.guest.process import CREDIT, MAX_PAYLOAD, GuestProcess
 from gnomon.sandbox.sandbox import Command, FileEvent, Result
 
 FRAME = struct.Struct(">II")
 MAX_HEADER = 1 << 18
-KILL_SECONDS = 5.0
+KILL_SECONDS = 20.0
+SEAL_BYTES = 16
+LOOK_SECONDS, PATIENCE_SECONDS = 20.0, 60.0
+"""How often an agent is asked for a sign of life while somebody waits for it, and how long it may take over that."""
 
 
 class Guest:
     """One agent: requests and their answers, programs, watches. Create it inside a running event loop."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, key: bytes | None = None) -> None:
+        """`key` is that of the machine whose checkpoint this one starts from."""
         self.name = name
+        self.key, self.told = key or secrets.token_bytes(32), key is not None
+        self.word, self.count = b"", 0
+        self.door, self.port = Door(self), 0
         self.keys = itertools.count(1)
         self.replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.parts: dict[int, Callable[[bytes], None]] = {}
@@ -39,6 +53,8 @@ class Guest:
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.WriteTransport | None = None
         self.task: asyncio.Task[None] | None = None
+        self.looking: asyncio.Task[None] | None = None
+        self.resting = False
         self.open = asyncio.Event()
         self.drained = asyncio.Event()
         self.lock = asyncio.Lock()
@@ -58,14 +74,16 @@ class Guest:
         self.writer, _ = await loop.connect_write_pipe(lambda: flow, os.fdopen(sink, "wb", 0))
         self.lost, self.parting = None, False
         self.task = asyncio.create_task(self._read(self.reader, reading))
+        self.looking = asyncio.create_task(self._look())
 
     async def disconnect(self) -> None:
         """Let go of the file descriptors; programs and watches stay known."""
         self.open.clear()
-        task, self.task = self.task, None
-        if task is not None:
+        tasks = [task for task in (self.task, self.looking) if task is not None and task is not asyncio.current_task()]
+        self.task = self.looking = None
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         writer, self.writer = self.writer, None
         if writer is not None and not writer.is_closing():
             writer.abort()
@@ -82,6 +100,7 @@ class Guest:
         for process in self.processes.values():
             process.fail(self.lost)
         self._end_watches()
+        self.door.cut()
         self.replies.clear()
         self.open.set()
         self.drained.set()
@@ -105,11 +124,16 @@ class Guest:
         why = "it ended"
         try:
             while True:
-                head, body = FRAME.unpack(await reader.readexactly(FRAME.size))
+                lengths = await reader.readexactly(FRAME.size)
+                head, body = FRAME.unpack(lengths)
                 if head > MAX_HEADER or body > MAX_PAYLOAD:
                     raise ValueError("a frame beyond its bounds")
-                header = json.loads(await reader.readexactly(head))
+                seal = await reader.readexactly(SEAL_BYTES)
+                text = await reader.readexactly(head)
                 payload = await reader.readexactly(body)
+                if not hmac.compare_digest(seal, self._seal(lengths, text, payload)):
+                    raise ValueError("a frame that is not the agent's")
+                header = json.loads(text)
                 if not isinstance(header, dict):
                     raise ValueError("a header that is no object")
                 self._take(header, payload)
@@ -123,6 +147,28 @@ class Guest:
             transport.close()
         if not self.parting:
             self.end(why)
+
+    def _seal(self, *parts: bytes) -> bytes:
+        """What the next frame of the agent must be sealed with."""
+        digest = hashlib.blake2b(self.word + struct.pack(">Q", self.count), digest_size=SEAL_BYTES, key=self.key)
+        self.count += 1
+        for part in parts:
+            digest.update(part)
+        return digest.digest()
+
+    async def _look(self) -> None:
+        """While somebody waits for the agent, see that it lives: a program inside may have stopped it."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self.open.is_set() and not self.resting and (self.processes or self.replies) and self.lost is None:
+                try:
+                    await self.call({"op": "ping"}, seconds=PATIENCE_SECONDS)
+                except SandboxTimeout:
+                    if self.open.is_set() and not self.resting:
+                        self.end(f"its agent gave no sign of life for {PATIENCE_SECONDS:g} s")
+                        return
+                except SandboxError:
+                    continue
 
     def _take(self, header: dict[str, Any], payload: bytes) -> None:
         key, kind = header.get("id"), header.get("ev")
@@ -148,6 +194,8 @@ class Guest:
             self.processes[key].event(header, payload)
             if kind == "exit":
                 del self.processes[key]
+        elif kind == "way":
+            self.door.event(key, header, payload)
 
     async def tell(self, header: dict[str, Any], payload: bytes = b"", *, gate: bool = True) -> None:
         """Send one frame, waiting until the channel is open and the agent takes it."""
@@ -220,7 +268,8 @@ class Guest:
                     result = await process.wait()
             except TimeoutError:
                 timed_out = True
-                await process.kill()
+                async with asyncio.timeout(KILL_SECONDS):
+                    await process.kill()
                 async with asyncio.timeout(KILL_SECONDS):
                     result = await process.wait()
         except TimeoutError:
@@ -246,13 +295,28 @@ class Guest:
     async def hold(self, *, stop: bool = False) -> None:
         """Make the agent write nothing more: when this returns, nothing is on its way in either direction."""
         self.open.clear()
+        self.door.cut()
         await self.call({"op": "hold", "stop": stop}, gate=False)
 
     async def go(self, **identity: object) -> dict[str, Any]:
-        """Open the channel, with the machine's new identity where it has one."""
-        answer = await self.call(cast("dict[str, Any]", {"op": "go", **identity}), gate=False, seconds=30.0)
+        """Open the channel, with the machine's new identity where it has one, and begin a new row of seals."""
+        self.word, self.count = secrets.token_bytes(16), 0
+        key = "" if self.told else self.key.hex()
+        request = cast("dict[str, Any]", {"op": "go", "word": self.word.hex(), "key": key, **identity})
+        answer = await self.call(request, gate=False, seconds=PATIENCE_SECONDS)
+        self.told = True
         self.open.set()
+        if self.door.proxy is not None:
+            await self.call({"op": "door", "port": self.port})
         return answer
+
+    async def lead(self, port: int, proxy: Path | None) -> None:
+        """Have a port of the machine's loopback lead to a proxy, or to nowhere."""
+        opened, wanted = self.door.proxy is not None, proxy is not None
+        self.door.lead(proxy)
+        self.port = port
+        if opened != wanted and self.open.is_set():  # else `go` does it
+            await self.call({"op": "door", "port": port if wanted else 0})
 
     async def watch(self, path: str, *, recursive: bool) -> AsyncIterator[FileEvent]:
         """Changes below a directory; ends with the machine."""

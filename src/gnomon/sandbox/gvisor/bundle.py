@@ -22,6 +22,9 @@ CAPABILITIES = (
 )  # fmt: skip
 """Powers over the sandbox's own kernel, none over the host's: `mount`, package managers and debuggers work inside."""
 
+PROGRAM = ("agent.py", "agent_calls.py", "agent_child.py", "agent_door.py", "agent_files.py", "agent_seal.py")
+"""The files of the agent inside."""
+
 HOST_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_ETC = ("alternatives", "ssl", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "mime.types", "os-release", "debian_version", "perl")
 FOLDERS = ("usr", "etc", "proc", "sys", "dev", "tmp", "var/tmp", "var/lib", "run", "root", "home", "opt", "mnt", "srv", ".gnomon")
@@ -32,7 +35,7 @@ GROUPS = "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n"
 def agent_folder(place: Path) -> Path:
     """The agent's files in a folder named after their content, so that a checkpoint finds the agent that it was made with."""
     source = Path(guest.__file__).parent
-    files = {name: (source / name).read_bytes() for name in ("agent.py", "agent_files.py", "agent_child.py")}
+    files = {name: (source / name).read_bytes() for name in PROGRAM}
     digest = hashlib.sha256(b"".join(files.values())).hexdigest()[:16]
     folder = place / f"agent-{digest}"
     if not folder.exists():

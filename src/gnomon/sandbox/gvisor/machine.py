@@ -19,13 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from gnomon.errors import SandboxError, SandboxLost, Unsupported
+from gnomon.errors import SandboxError, SandboxLost
 from gnomon.sandbox.guest import files
 from gnomon.sandbox.guest.channel import Guest
 from gnomon.sandbox.guest.process import GuestProcess
 from gnomon.sandbox.gvisor import account
 from gnomon.sandbox.gvisor.runsc import Runsc
 from gnomon.sandbox.ns.cgroups import Group
+from gnomon.sandbox.ns.door import VARIABLES
 from gnomon.sandbox.sandbox import MEGABYTE, Command, FileEvent, FileInfo, Network, PauseLevel, Result, Snapshot, Spec, Usage
 
 
@@ -57,6 +58,10 @@ class Home(Protocol):
         """The machine's state or processes have changed."""
         ...
 
+    async def connect(self, machine: Machine, network: Network) -> None:
+        """The machine's door leads where these rules allow."""
+        ...
+
     def expire(self, machine: Machine, seconds: float | None) -> None:
         """The machine is to end this long from now."""
         ...
@@ -69,9 +74,11 @@ class Home(Protocol):
 class Machine:
     """A sandbox under gVisor; see `gnomon.sandbox.sandbox.Sandbox`."""
 
-    def __init__(self, identifier: str, spec: Spec, folder: Path, home: Home) -> None:
+    def __init__(self, identifier: str, spec: Spec, folder: Path, home: Home, key: bytes | None = None) -> None:
+        """`key` is that of the agent in the checkpoint that it will start from."""
         self.id, self.spec, self.folder, self.home = identifier, spec, folder, home
-        self.guest = Guest(identifier)
+        self.network = Network()
+        self.guest = Guest(identifier, key)
         self.guest.on_lost = self._lost
         self.state = "new"
         self.generation = 0
@@ -101,6 +108,7 @@ class Machine:
         self.processes = (process, *self._gofers())
         await self.guest.connect(from_guest, to_guest)
         self.home.note(self)
+        self.guest.resting = False
         await self.guest.go(instance=secrets.token_hex(16), **identity)
         self.home.hurry(self, fast=False)
         self.state = "running"
@@ -132,12 +140,18 @@ class Machine:
     async def exec(self, command: Command) -> Result:
         """Run a program to its end."""
         self._ready()
-        return await self.guest.run(command, (self.spec.workdir, self.spec.user))
+        return await self.guest.run(self._connected(command), (self.spec.workdir, self.spec.user))
 
     async def start(self, command: Command, *, stdin: bool = False) -> GuestProcess:
         """Run a program in the background."""
         self._ready()
-        return await self.guest.start(command, (self.spec.workdir, self.spec.user), stdin=stdin)
+        return await self.guest.start(self._connected(command), (self.spec.workdir, self.spec.user), stdin=stdin)
+
+    def _connected(self, command: Command) -> Command:
+        """A command that finds the network, if there is one, in its environment."""
+        if self.network == Network():
+            return command
+        return replace(command, env={name: text for name, text in VARIABLES.items() if name not in self.spec.env} | dict(command.env))
 
     async def read(self, path: str, max_bytes: int = 16 * MEGABYTE) -> bytes:
         """The content of a regular file."""
@@ -196,11 +210,13 @@ class Machine:
         return self.folder / "hibernated"
 
     async def _freeze(self) -> None:
+        self.guest.resting = True
         await self.home.runsc.verb(self.folder, "pause", self.name)
         self.state = "frozen"
 
     async def _thaw(self) -> None:
         await self.home.runsc.verb(self.folder, "resume", self.name)
+        self.guest.resting = False
         self.state = "running"
 
     async def resume(self) -> None:
@@ -289,7 +305,7 @@ class Machine:
         return [child if isinstance(child, (Machine, Exception)) else SandboxError(str(child)) for child in children]
 
     async def _child(self, image: Path, memory: bool) -> Machine:
-        child = await self.home.sibling(self, replace(self.spec, idempotency_key=None))
+        child = await self.home.sibling(self, replace(self.spec, idempotency_key=None, network=self.network))
         await child.born(image, memory=memory)
         return child
 
@@ -298,6 +314,7 @@ class Machine:
         hostname = f"{self.spec.hostname[:40]}-{self.id[-6:]}"
         try:
             await self.boot(image, forget=True, end=not memory, hostname=hostname, env=dict(self.spec.env))
+            await self.set_network(self.spec.network)
         except BaseException:
             await self.kill()
             raise
@@ -309,9 +326,18 @@ class Machine:
         self.home.expire(self, seconds)
 
     async def set_network(self, network: Network) -> None:
-        """There is no network to set rules for."""
-        if network.allow or network.proxy is not None:
-            raise Unsupported("gvisor: sandboxes have no network; use the namespaces backend for an allow list")
+        """Replace the rules; connections that they no longer allow are cut. A paused machine learns of them when it goes on."""
+        if self.state == "ended":
+            self._ready()
+        if network == self.network:
+            return
+        frozen = self.state == "frozen"
+        if frozen:
+            await self._thaw()
+        await self.home.connect(self, network)
+        self.network = network
+        if frozen:
+            await self._freeze()
 
     async def usage(self) -> Usage:
         """What it uses now; the disk is its checkpoints, and the files that it wrote although they are in its memory."""
