@@ -9,9 +9,15 @@ from gnomon.errors import ConfigError
 from gnomon.parallel.context import Cut, stretches
 
 
+@pytest.fixture(scope="module")
+def by_ranks(on_ranks: Callable[..., list[Any]]) -> dict[int, Any]:
+    """What ranks found, two of them and three."""
+    return dict(zip((2, 3), on_ranks("context_ranks.py", 2, 3), strict=True))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_stream_over_ranks_is_that_of_one(ranks: int, on_ranks: Callable[[str, int], Any]) -> None:
-    found = on_ranks("context_ranks.py", ranks)
+def test_a_stream_over_ranks_is_that_of_one(ranks: int, by_ranks: dict[int, Any]) -> None:
+    found = by_ranks[ranks]
     assert len(found) == 12
     for name, every in found.items():
         exact = "float64" in name  # up to decay and beta, which are fp32 in any model

@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 
 
+@pytest.fixture(scope="module")
+def by_ranks(on_ranks: Callable[..., list[Any]]) -> dict[int, Any]:
+    """What ranks found, two of them and four."""
+    return dict(zip((2, 4), on_ranks("expert_ranks.py", 2, 4), strict=True))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_over_ranks_are_those_of_one(ranks: int, on_ranks: Callable[[str, int], Any]) -> None:
-    found = on_ranks("expert_ranks.py", ranks)
+def test_experts_over_ranks_are_those_of_one(ranks: int, by_ranks: dict[int, Any]) -> None:
+    found = by_ranks[ranks]
     assert len(found) == 18
     for name, every in found.items():
         assert max(rank["worst"] for rank in every) < 1e-6, name

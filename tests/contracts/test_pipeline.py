@@ -14,8 +14,8 @@ from gnomon.plan.inventory import stages
 from gnomon.plan.workload import Layout
 
 
-def test_stages_over_ranks_are_the_model(on_ranks: Callable[[str, int], Any]) -> None:
-    found = on_ranks("pipeline_ranks.py", 2)
+def test_stages_over_ranks_are_the_model(on_ranks: Callable[..., list[Any]]) -> None:
+    found = on_ranks("pipeline_ranks.py", 2)[0]
     assert len(found) == 5
     for name, every in found.items():
         assert max(rank["losses"] for rank in every) < 1e-12, name

@@ -38,7 +38,7 @@ def test_a_lost_rank_is_named_and_comes_back(fault, recipe, few, rows, tmp_path,
     environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2"]
     command = [*torchrun, str(program), str(path), fault]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     if fault == "hang":
         assert "TrainingError: rank 1 (process " in result.stderr and "last seen at step 1) died or hangs" in result.stderr

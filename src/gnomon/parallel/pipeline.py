@@ -181,7 +181,8 @@ class Pipeline:
         """Torch's schedule for so many micro-batches of so many tokens."""
         if (parts, tokens) not in self._schedules:
             stages, made = self.cuts.ranks * self.cuts.virtual, []
-            row = torch.empty(1, tokens, self.model.config.hidden_size, device="meta", requires_grad=True)
+            dtype = next(self.model.parameters()).dtype
+            row = torch.empty(1, tokens, self.model.config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
             for number in self.stages:
                 given, out = ((1 + self.cuts.before(s) - self.cuts.known(s)) for s in (number, number + 1))
                 outputs = torch.empty((), device="meta", requires_grad=True) if number + 1 == stages else (row,) * out

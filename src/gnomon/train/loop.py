@@ -166,7 +166,7 @@ def take_step(parts: Parts, step: int) -> dict[str, Any]:
         mesh.roll.mark(step + 1)
     whole = parts.batches.next()
     pieces = [piece.to(mesh.device) for piece in whole.split(recipe.micro_batches(stage.context, mesh.size(*ROWS)))]
-    losses, count = _backward(parts, pieces)
+    losses, count = backward(parts, pieces)
     total = torch.stack(losses).double().sum()
     mesh.sum(total)
     loss, norm = total.item() / count, parts.optimizer.clip_gradient(None if mesh.world == 1 else parts.spread.norm).item()
@@ -195,7 +195,7 @@ def _clip(parts: Parts, threshold: float) -> float:
     return largest.item()
 
 
-def _backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
+def backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
     """Gradients of the step's loss from the micro-batches of all ranks; this rank's summed losses, and the learnt targets of all."""
     exchange, pipeline = parts.spread.exchange, parts.spread.pipeline
     losses: list[Tensor] = []
