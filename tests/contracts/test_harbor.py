@@ -2,6 +2,7 @@
 
 import asyncio
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pretend_backend
@@ -9,8 +10,8 @@ import pytest
 
 from gnomon.agent import harbor, harbor_tasks
 from gnomon.agent.harbor_schema import HarborConfig
-from gnomon.agent.task import Budget, Check, Task
-from gnomon.errors import ConfigError, DataError, Unsupported, VerifierError
+from gnomon.agent.task import Budget, Check, Step, Task
+from gnomon.errors import ConfigError, DataError, Unsupported
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.sandbox import MEGABYTE, Network
 
@@ -167,7 +168,7 @@ def test_links_do_not_lead_out_of_a_task(tmp_path):
 
 
 def test_a_directory_becomes_a_task(tmp_path):
-    [task] = harbor_tasks.tasks(harbor.read(folder(tmp_path / "t", FULL)))
+    task = harbor_tasks.task(harbor.read(folder(tmp_path / "t", FULL)))
     assert (task.id, task.prompt, task.user, task.workdir) == ("org/example", "Do it.\n", "1000", "/app")
     assert task.budget == Budget(seconds=120.0) and task.limits is not None and task.limits.memory_bytes == 1024 * MEGABYTE
     assert task.network == Network(allow=("example.com:*", "*.pypi.org:*", "192.0.2.0/24:*"))
@@ -176,18 +177,81 @@ def test_a_directory_becomes_a_task(tmp_path):
     assert "reward" not in task.prompt and task.files == {}  # tests come after the agent's phase
 
 
-def test_steps_are_tasks_and_their_rewards_are_combined(tmp_path):
-    text = 'multi_step_reward_strategy = "final"\n[[steps]]\nname = "one"\n[steps.agent]\ntimeout_sec = 5\n[[steps]]\nname = "two"\n'
-    place = folder(tmp_path / "t", text, **{"steps__one__instruction.md": "First.", "steps__two__instruction.md": "Second.",
-                                            "steps__two__tests__test.sh": "own", "instruction.md": ""})
-    one, two = harbor_tasks.tasks(harbor.read(place))
-    assert (one.id, one.prompt, one.budget.seconds, two.prompt) == ("t#one", "First.", 5.0, "Second.")
-    assert one.check.settings["files"]["test.sh"] != "own" == two.check.settings["files"]["test.sh"]
-    assert harbor_tasks.combined([{"reward": 1.0}, None, {"reward": 0.0, "other": 1.0}]) == {"other": 0.5, "reward": 0.5}
-    assert harbor_tasks.combined([{"reward": 1.0}, {"reward": 0.25}], "final") == {"reward": 0.25}
-    for given, strategy in (([None], None), ([{"reward": 1.0}, None], "final")):
-        with pytest.raises(VerifierError):
-            harbor_tasks.combined(given, strategy)
+STEPS = """
+multi_step_reward_strategy = "final"
+artifacts = ["/app/all"]
+[agent]
+timeout_sec = 60
+user = "agent"
+[verifier]
+env = {A = "1"}
+[environment.healthcheck]
+command = "test -d /app"
+[[steps]]
+name = "one"
+min_reward = 0.5
+artifacts = ["/app/one"]
+[steps.agent]
+timeout_sec = 5
+network_mode = "allowlist"
+allowed_hosts = ["example.com"]
+[steps.verifier]
+environment_mode = "separate"
+env = {B = "2"}
+[[steps]]
+name = "the second"
+min_reward = {tidy = 1.0}
+[steps.agent]
+user = 1001
+[steps.healthcheck]
+command = "true"
+retries = 1
+"""
+STEP_FILES = {"steps__one__instruction.md": "First.", "steps__the second__instruction.md": "Second.",
+              "steps__the second__tests__test.sh": "own", "steps__one__workdir__setup.sh": "touch made\n",
+              "steps__one__workdir__data__x.txt": "x", "steps__one__solution__solve.sh": "do one\n",
+              "solution__solve.sh": "do it\n", "tests__extra": "e", "instruction.md": "",
+              "environment__Dockerfile": "FROM host\nWORKDIR /app\nWORKDIR work\nUSER me:us\n"}
+
+
+def test_a_directory_with_steps_is_one_task_that_has_them(tmp_path):
+    task = harbor_tasks.task(harbor.read(folder(tmp_path / "t", STEPS, **STEP_FILES)))
+    one, two = task.steps
+    assert (task.id, task.prompt, task.workdir, task.user, task.artifacts) == ("t", "", "/app/work", "agent", ("/app/all",))
+    assert task.check == Check(kind="steps", settings={"strategy": "final"}) and task.health.command == "test -d /app"
+    assert (one.name, one.prompt, one.seconds, one.user, one.artifacts) == ("one", "First.", 5.0, None, ("/app/one",))
+    assert (one.files, one.setup) == ({"data/x.txt": b"x", "setup.sh": b"touch made\n"}, "setup.sh") and one.least == {"reward": 0.5}
+    assert one.network == Network(allow=("example.com:*",)) and two.network == Network(allow=("*:*",))  # each says its own
+    assert one.check.settings["machine"] == "fresh" and one.check.settings["env"] == {"A": "1", "B": "2"}
+    assert (two.name, two.user, two.seconds, two.least, two.health.retries) == ("the second", "1001", None, {"tidy": 1.0}, 1)
+    assert two.check.settings["machine"] == "fork" and two.check.settings["user"] == "me"
+    assert {**two.check.settings["files"]} == {"test.sh": "own", "extra": "e"} and "own" not in one.check.settings["files"].values()
+    assert one.solution.files["/solution/solve.sh"] == b"do one\n" and two.solution.files["/solution/solve.sh"] == b"do it\n"
+    assert Task.parse(task.text) == task and task.shown().steps == ()
+
+
+def test_tasks_with_steps_are_written_and_read_back(tmp_path):
+    task = harbor_tasks.task(harbor.read(folder(tmp_path / "t", STEPS, **STEP_FILES)))
+    made = harbor.read(harbor.write(harbor_tasks.directory(task, image="host"), tmp_path / "made" / "t"))
+    back = harbor_tasks.task(made)
+    assert [replace(each, solution=None) for each in back.steps] == [replace(each, solution=None) for each in task.steps]
+    assert [each.solution.files["/solution/solve.sh"] for each in back.steps] == [b"do one\n", b"do it\n"]
+    assert (back.check, back.health, back.workdir, back.budget, back.artifacts) == (
+        task.check, task.health, task.workdir, task.budget, task.artifacts)
+    with pytest.raises(DataError, match=r"Harbor runs `setup\.sh`"):
+        harbor_tasks.directory(replace(task, steps=(replace(task.steps[1], files={"go": b""}, setup="go"),)))
+
+
+@pytest.mark.parametrize(("steps", "says"), [
+    ((Step(name="a", prompt="", check=Check(kind="exact")),) * 2, "two have one name"),
+    ((), "'check.kind' is 'steps'"),
+])
+def test_steps_that_do_not_fit_are_named(steps, says):
+    with pytest.raises(DataError, match=says):
+        Task(id="t", prompt="", image="host", check=Check(kind="steps"), steps=steps)
+    for wrong, what in (({"files": {"../x": b""}}, "relative path"), ({"setup": "x"}, "not among its files"), ({"name": "a/b"}, "'name'")):
+        with pytest.raises(DataError, match=what):
+            Step(**{"name": "a", "prompt": "", "check": Check(kind="exact"), **wrong})
 
 
 def test_machines_are_built_from_local_files_and_no_registry_is_asked(tmp_path):
@@ -197,7 +261,7 @@ def test_machines_are_built_from_local_files_and_no_registry_is_asked(tmp_path):
         return asyncio.run(harbor_tasks.build(harbor.read(folder(tmp_path / name, config, **files)), backend, backend.store))
 
     name = build("local", **{"environment__Dockerfile": "FROM scratch\nCOPY a.txt /app/\n", "environment__a.txt": "a"})
-    assert name == harbor_tasks.tasks(harbor.read(tmp_path / "local"))[0].image
+    assert name == harbor_tasks.task(harbor.read(tmp_path / "local")).image
     assert (backend.store.flat(backend.store.resolve(name)) / "app" / "a.txt").read_text() == "a"
     assert asyncio.run(harbor_tasks.build(harbor.read(tmp_path / "local"), backend, backend.store)) == name and backend.created == 1
     with pytest.raises(ConfigError, match=r"Dockerfile:1: FROM python:3.12-slim: .*not fetched from registries.*docker save"):
@@ -217,7 +281,7 @@ def test_a_task_of_ours_becomes_a_directory(tmp_path):
                 network=Network(allow=("example.com:443",)), budget=Budget(seconds=30.0),
                 check=Check(kind="tests", settings={"files": {"test.sh": "exit 0\n", "x": {"base64": "/w=="}}, "machine": "fresh"}))
     made = harbor.read(harbor.write(harbor_tasks.directory(task, solution="echo 4 > /app/n\n"), tmp_path / "made"))
-    [back] = harbor_tasks.tasks(made)
+    back = harbor_tasks.task(made)
     assert (back.prompt, back.workdir, back.artifacts, back.budget) == (task.prompt, task.workdir, task.artifacts, task.budget)
     assert back.check.settings["files"] == task.check.settings["files"] and back.check.settings["machine"] == "fresh"
     assert made.files["solution/solve.sh"].executable and made.text("environment/Dockerfile").splitlines()[1] == 'COPY files/0 "/app/a b"'

@@ -21,7 +21,7 @@ from gnomon.agent.harness import harness
 from gnomon.agent.task import Budget, Task
 from gnomon.agent.validate import Validation, validated
 from gnomon.config import to_dict, to_toml
-from gnomon.errors import ConfigError, Unsupported
+from gnomon.errors import ConfigError
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.sandbox import Backend
@@ -78,11 +78,10 @@ async def _tasks(recipe: EvalRecipe, stack: contextlib.AsyncExitStack) -> tuple[
 def _refuse(task: Task) -> None:
     """Raises what is wrong with a task, before anybody attempts it."""
     verifier.opened(task.check, f"task {task.id}")
+    for step in task.steps:
+        verifier.opened(step.check, f"task {task.id}: step '{step.name}'")
     if task.diagnosis is not None:
         Diagnosis(task)
-    if "step" in task.metadata and task.metadata.get("harbor"):
-        raise Unsupported(f"task {task.id}: is a step of a Harbor task. Steps share a machine, which an evaluation does not do: leave it "
-                          "out with 'match'")
 
 
 def _label(name: str) -> str:

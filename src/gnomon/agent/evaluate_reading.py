@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gnomon.agent.evaluate_results import Row
-from gnomon.agent.task import Task
+from gnomon.agent.task import Step, Task
 from gnomon.agent.trajectory import Score, Trajectory, Turn
 from gnomon.data.messages import Image, Message, ToolCall
 from gnomon.units import format_bytes, format_count, format_dollars, format_seconds
@@ -111,13 +111,22 @@ def _task(task: Task) -> str:
              ("may reach", ", ".join(task.network.allow)), ("budget", ", ".join(f"{v:g} {k}" for k, v in task.budget.to_json().items())),
              ("kept for the verifier", ", ".join(task.artifacts))]
     said = " · ".join(f"{name}: {escaped(str(value))}" for name, value in facts if value)
+    steps = "".join(_step(number, step) for number, step in enumerate(task.steps, 1))
     files = "".join(_details(f"{path} ({format_bytes(len(data))})", _code(data[:SHOWN].decode("utf-8", "replace")))
                     for path, data in sorted(task.files.items()))
     system = _details("system message", f'<div class="text">{escaped(task.system[:SHOWN])}</div>') if task.system else ""
     solution = json.dumps(task.solution.to_json(), indent=2, ensure_ascii=False)[:SHOWN] if task.solution else ""
     hidden = _details("its solution, hidden from the agent", _code(solution)) if solution else ""
     return (f'<h2>The task</h2><div class="card"><div class="text" data-fold="of the task">{escaped(task.prompt[:SHOWN])}</div>'
-            f"<p class='soft small'>{said}</p>{system}{files}{hidden}</div>")
+            f"<p class='soft small'>{said}</p>{system}{files}{hidden}</div>{steps}")
+
+
+def _step(number: int, step: Step) -> str:
+    """A step of the task: its words, and what the agent does not see."""
+    check = _details(f"what the verifier '{step.check.kind}' was told, hidden from the agent",
+                     _code(json.dumps(step.check.to_json(), indent=2, ensure_ascii=False)[:SHOWN]))
+    return (f'<div class="card"><b>Step {number}: {escaped(step.name)}</b><div class="text" data-fold="of the step">'
+            f"{escaped(step.prompt[:SHOWN])}</div>{check}</div>")
 
 
 def _details(title: str, body: str, *, opened: bool = False) -> str:
@@ -136,10 +145,18 @@ def _turns(trajectory: Trajectory) -> list[str]:
     lines = ["<h2>What happened</h2>", f'<div class="strip">{marks}</div>']
     for i, turn in enumerate(trajectory.turns):
         heading = _heading(trajectory, i)
+        lines += [f"<h3>{escaped(text)}</h3>" for text in _steps(trajectory, i)]
         lines += [f'<div class="context">{escaped(heading)}</div>'] if heading else []
         lines.append(f'<section class="turn" id="t{i + 1}"><div class="meta">{_meta(i, turn)}</div><div>{_tools(turn)}'
                      f"{''.join(map(_message, turn.messages))}</div></section>")
-    return lines
+    return [*lines, *(f"<h3>{escaped(text)}</h3>" for text in _steps(trajectory, len(trajectory.turns)))]
+
+
+def _steps(trajectory: Trajectory, index: int) -> list[str]:
+    """How the steps ended that ended before a turn, and after the one before it."""
+    return [f"Step '{step.name}' ends: {ENDS[step.stop_reason]}; "
+            + (f"reward {step.score.reward:g}" if step.score.reward is not None else f"not scored: {step.score.error}")
+            for step in trajectory.steps if step.turns == index]
 
 
 def _sort(turn: Turn) -> str:

@@ -114,6 +114,10 @@ class Fields:
         """An object to be read in turn."""
         return Fields(self.get(name), self._where, self.place(name))
 
+    def within(self, name: str) -> Fields:
+        """An object to be read in turn, empty where absent."""
+        return Fields(self.table(name), self._where, self.place(name))
+
     def each(self, name: str) -> list[Fields]:
         """A list of objects to be read in turn, empty where absent."""
         return [Fields(item, self._where, f"{self.place(name)}[{i}]") for i, item in enumerate(self.rows(name))]

@@ -53,18 +53,19 @@ class Recorder:
 
     `record` is a trajectory, which grows in memory, or a file, which is written before an answer is given. An attempt that is resumed has
     turns already; they count. Calls may run beside each other. `clock` gives seconds. `diagnosis` is the public verifier that the
-    attempt may ask until it ends, for harnesses that offer it.
+    attempt may ask until it ends, for harnesses that offer it. `part` names a step of a task that has several: it is a session of its own,
+    and the seconds of earlier turns are not its.
     """
 
     def __init__(self, policy: Policy, record: Trajectory | TrajectoryFile, budget: Budget | None = None,
-                 clock: Callable[[], float] = time.monotonic, *, diagnosis: Diagnosis | None = None) -> None:
+                 clock: Callable[[], float] = time.monotonic, *, diagnosis: Diagnosis | None = None, part: str | None = None) -> None:
         self.policy = policy
         self.diagnosis = diagnosis
         self.budget = budget or Budget()
         self.spent = Spent()
         self._file = record if isinstance(record, TrajectoryFile) else None
         self._kept = record.trajectory if isinstance(record, TrajectoryFile) else record
-        self.session = self.trajectory.id
+        self.session = self.trajectory.id if part is None else f"{self.trajectory.id}#{part}"
         self._clock = clock
         self._writing = asyncio.Lock()
         self._contexts: list[_Context] = []
@@ -72,7 +73,7 @@ class Recorder:
         self._running: dict[str, asyncio.Task[Completion]] = {}
         self._answered: OrderedDict[str, Completion] = OrderedDict()
         self._asked = 0
-        self._began = clock() - sum(turn.seconds or 0.0 for turn in self.trajectory.turns)
+        self._began = clock() - sum(turn.seconds or 0.0 for turn in (self.trajectory.turns if part is None else ()))
         self.closed = False
         for turn in self.trajectory.turns:
             self._remember(turn, _tools(turn))

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from gnomon.agent import machine, trajectory_file
+from gnomon.agent import machine, steps, trajectory_file
 from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.harness.harness import Fits, Harness
 from gnomon.agent.policy import ContextFull, Policy
 from gnomon.agent.record import BudgetSpent, Recorder
-from gnomon.agent.task import Task
-from gnomon.agent.trajectory import Score, StopReason, Trajectory
+from gnomon.agent.task import Step, Task
+from gnomon.agent.trajectory import Score, StepEnd, StopReason, Trajectory
 from gnomon.agent.trajectory_file import TrajectoryFile
 from gnomon.agent.verifier import judge
 from gnomon.data.messages import Effort
@@ -151,14 +151,40 @@ class _Attempt:
             wanted = await self._wanted()
             with self._timed("machine"):
                 await self._machine(wanted)
+        except Exception as error:  # noqa: BLE001 - whatever a machine or what a harness installs raises is one attempt's failure
+            return "failed", Score(reward=None, error=_explained(error))
+        task = self.rollout.task
+        return await self._stepwise(task) if task.steps else await self._part(task, None)
+
+    async def _stepwise(self, task: Task) -> tuple[StopReason, Score]:
+        """One step after the other, until one is not good enough for the next, or has no score."""
+        reason: StopReason = "failed"
+        for step, part in steps.parts(task):
+            assert step is not None
+            try:
+                with self._timed("machine"):
+                    await self._prepared(step)
+            except Exception as error:  # noqa: BLE001 - as above
+                return "failed", Score(reward=None, error=f"step '{step.name}': {_explained(error)}")
+            reason, score = await self._part(part, step)
+            self.file.step(StepEnd(name=step.name, turns=len(self.file.trajectory.turns), stop_reason=reason, score=score))
+            if reason == "failed" or score.reward is None:
+                return reason, Score(reward=None, error=f"step '{step.name}': {score.error}", evidence=score.evidence)
+            if steps.too_low(step, score) is not None:
+                break
+        return reason, await self._judge(task, reason)
+
+    async def _part(self, task: Task, step: Step | None) -> tuple[StopReason, Score]:
+        """A task, or a step of one, attempted and judged."""
+        try:
             with self._timed("agent"):
-                reason = await self._act()
+                reason = await self._act(task, step)
         except Exception as error:  # noqa: BLE001 - whatever a harness, an endpoint or a machine raises is one attempt's failure
             return "failed", Score(reward=None, error=_explained(error))
         if reason == "failed":
             return reason, Score(reward=None, error=f"the harness '{self.rollout.harness.name}' could not go on")
         with self._timed("judge"):
-            return reason, await self._judge(reason)
+            return reason, await self._judge(task, reason)
 
     async def _wanted(self) -> Spec | None:
         """The machine that the task needs, and its harness in it; None where the task needs none. What the harness installs has a deadline
@@ -168,7 +194,8 @@ class _Attempt:
             return None
         if self.backend is None:
             raise ConfigError(f"task {task.id} needs a machine ({task.image}) and there is no backend to make one")
-        alive = limits.machine + (task.budget.seconds or limits.agent) + limits.judge + 4 * limits.grace + 60.0
+        alive = limits.machine + 60.0 + sum((part.budget.seconds or limits.agent) + limits.judge + 4 * limits.grace +
+                                            (limits.machine if step else 0.0) for step, part in steps.parts(task))
         wanted = machine.spec(task, "agent", network=task.network, ttl_seconds=alive)
         if not isinstance(self.rollout.harness, Fits):
             return wanted
@@ -200,11 +227,23 @@ class _Attempt:
     async def _made(self, backend: Backend, wanted: Spec) -> None:
         """Its machine is the attempt's from the moment it is there: one that comes too late is ended too."""
         self.box = await machine.made(self.rollout.task, backend, wanted)
+        if self.rollout.task.health is not None:
+            await steps.healthy(self.rollout.task.health, self.rollout.task, self.box)
 
-    async def _act(self) -> StopReason:
-        rollout, seconds = self.rollout, self.rollout.task.budget.seconds or self.deadlines.agent
-        recorder = Recorder(rollout.policy, self.file, rollout.task.budget, diagnosis=self.diagnosis)
-        running = rollout.harness.run(rollout.task.shown(), recorder, self.box, effort=rollout.effort)
+    async def _prepared(self, step: Step) -> None:
+        """The machine as a step wants it."""
+        if self.box is None:
+            return
+        seconds = self.deadlines.machine
+        try:
+            await bounded(steps.prepare(self.rollout.task, step, self.box, seconds), seconds + self.deadlines.grace, self.deadlines.grace)
+        except Overran:
+            raise SandboxTimeout(f"its machine was not ready within {seconds:g} s") from None
+
+    async def _act(self, task: Task, step: Step | None) -> StopReason:
+        rollout, seconds = self.rollout, task.budget.seconds or self.deadlines.agent
+        recorder = Recorder(rollout.policy, self.file, task.budget, diagnosis=self.diagnosis, part=step.name if step else None)
+        running = rollout.harness.run(task.shown(), recorder, self.box, effort=rollout.effort)
         try:
             reason = await bounded(running, seconds, self.deadlines.grace)
         except BudgetSpent as spent:
@@ -219,13 +258,13 @@ class _Attempt:
             raise ConfigError(f"harness '{rollout.harness.name}' ended with {reason!r}, which is none of {', '.join(get_args(StopReason))}")
         return reason
 
-    async def _judge(self, reason: StopReason) -> Score:
+    async def _judge(self, task: Task, reason: StopReason) -> Score:
         """The score, less the price of asking the public verifier. A verifier that does not come to an end is an error, not a 0."""
         ended = replace(self.file.trajectory, stop_reason=reason)
         try:
-            score = await bounded(judge(self.rollout.task, ended, self.box, self.backend), self.deadlines.judge, self.deadlines.grace)
+            score = await bounded(judge(task, ended, self.box, self.backend), self.deadlines.judge, self.deadlines.grace)
         except Overran:
-            return Score(reward=None, error=f"verifier '{self.rollout.task.check.kind}' did not end within {self.deadlines.judge:g} s")
+            return Score(reward=None, error=f"verifier '{task.check.kind}' did not end within {self.deadlines.judge:g} s")
         return score if self.diagnosis is None else self.diagnosis.penalised(score)
 
     async def _end_machine(self) -> str | None:
@@ -246,7 +285,7 @@ class _Attempt:
         try:
             yield
         finally:
-            self.seconds[part] = round(time.monotonic() - began, 6)
+            self.seconds[part] = round(self.seconds.get(part, 0.0) + time.monotonic() - began, 6)
 
 
 async def _closed(recorder: Recorder) -> None:

@@ -1,6 +1,7 @@
 """What an agent is asked to do, as data: the words, the machine, the files, what it may use, and who judges (report §4.2).
 
-A task is frozen and is JSON both ways. Where it comes from (`harbor.py`) and how it is judged (`verifier.py`) are other files.
+A task is frozen and is JSON both ways. Where it comes from (`harbor.py`), how it is judged (`verifier.py`) and what becomes of one with
+several steps (`steps.py`) are other files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from gnomon.errors import DataError
 from gnomon.sandbox.sandbox import Limits, Network
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#:+@-]{0,199}")
+HIDDEN = "hidden"  # the check of a task as an agent sees it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +73,99 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """What must succeed in a machine before an agent begins: `command`, run by a shell, tried every `interval` seconds for `timeout` each.
+    Failures within `grace` seconds do not count; of those after it, `retries` in a row are one too many."""
+
+    command: str
+    interval: float = 5.0
+    timeout: float = 30.0
+    grace: float = 0.0
+    retries: int = 3
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> Self:
+        """What `to_json` wrote."""
+        health = cls(command=fields.text("command"), interval=fields.number("interval", 5.0), timeout=fields.number("timeout", 30.0),
+                     grace=fields.number("grace", 0.0), retries=fields.whole("retries", 3))
+        fields.done()
+        return health
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One of several parts of a task, done one after the other in the same machine; each has its request and is judged when it ends.
+
+    Before it begins, `files` are put into the task's folder by relative path, those named in `programs` as programs, and then `setup`, one
+    of them, is run. `least` are rewards, by name, below which no later step is attempted. `user`, `network` and `seconds` are the task's
+    where they are None; `artifacts` are carried to the verifier beside the task's.
+    """
+
+    name: str
+    prompt: str
+    check: Check
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    programs: tuple[str, ...] = ()
+    setup: str | None = None
+    health: Health | None = None
+    user: str | None = None
+    network: Network | None = None
+    seconds: float | None = None
+    artifacts: tuple[str, ...] = ()
+    least: Mapping[str, float] = field(default_factory=dict)
+    solution: Solution | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.strip() or len(self.name) > 255 or "/" in self.name or not self.name.isprintable():
+            raise DataError(f"step 'name': {self.name[:100]!r}; up to 255 characters on one line, no '/'")
+        for path in self.files:
+            if path.startswith("/") or ".." in path.split("/") or "\0" in path:
+                raise DataError(f"step {self.name}: 'files': {path!r}; write a relative path without '..'")
+        for path in (*self.programs, *((self.setup,) if self.setup is not None else ())):
+            if path not in self.files:
+                raise DataError(f"step {self.name}: 'setup' or 'programs' name {path!r}, which is not among its files")
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as a JSON object; what has its default is left out."""
+        record: dict[str, Any] = {
+            "name": self.name, "prompt": self.prompt, "check": self.check.to_json(),
+            "files": {path: bytes_to_json(data) for path, data in self.files.items()}, "programs": list(self.programs), "setup": self.setup,
+            "health": self.health.to_json() if self.health else None, "user": self.user,
+            "network": list(self.network.allow) if self.network is not None else None, "seconds": self.seconds,
+            "artifacts": list(self.artifacts), "least": dict(self.least), "solution": self.solution.to_json() if self.solution else None,
+        }
+        return {name: value for name, value in record.items() if name == "network" and value is not None or value not in (None, {}, [])}
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> Self:
+        """What `to_json` wrote."""
+        files, least = fields.within("files"), fields.within("least")
+        step = cls(
+            name=fields.text("name"), prompt=fields.text("prompt"), check=Check.from_json(fields.inner("check")),
+            files={path: bytes_from_json(files, path) for path in fields.table("files")}, programs=_texts(fields, "programs"),
+            setup=fields.maybe("setup", fields.text), health=fields.maybe("health", lambda key: Health.from_json(fields.inner(key))),
+            user=fields.maybe("user", fields.text),
+            network=fields.maybe("network", lambda key: Network(allow=_texts(fields, key))), seconds=fields.maybe("seconds", fields.number),
+            artifacts=_texts(fields, "artifacts"), least={name: least.number(name) for name in fields.table("least")},
+            solution=fields.maybe("solution", lambda key: Solution.from_json(fields.inner(key))))
+        fields.done()
+        return step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """One thing to do.
 
     `id` is unique among the tasks of a run; `domain` chooses teachers and budgets (`general`, `agents`, `coding`, or your own word).
     `image` is what the sandbox starts from, None where the task needs no machine; `files` are written into it, by absolute path, before
     the agent begins. `check` decides and is hidden, and so is `solution`, which validation tries; `diagnosis` may be asked by the
-    agent, where there is one. `metadata` is JSON for people and programs that group tasks; nothing here reads it, and no secret belongs
-    there. Raises `DataError` naming the field.
+    agent, where there is one; `health` must succeed before the agent begins. A task with `steps` asks for one after the other, each by its
+    own words, and `check` is then `steps`, which makes one reward of theirs. `metadata` is JSON for people and programs that group tasks;
+    nothing here reads it, and no secret belongs there. Raises `DataError` naming the field.
     """
 
     id: str
@@ -97,6 +184,8 @@ class Task:
     budget: Budget = field(default_factory=Budget)
     diagnosis: Check | None = None
     solution: Solution | None = None
+    health: Health | None = None
+    steps: tuple[Step, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,6 +201,18 @@ class Task:
             for path in paths:
                 if path is not None and (not path.startswith("/") or ".." in path.split("/") or "\0" in path):
                     raise DataError(f"task {self.id}: '{name}': {path!r}; write an absolute path without '..'")
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        names = [step.name for step in self.steps]
+        if len(set(names)) < len(names):
+            raise DataError(f"task {self.id}: 'steps': two have one name ({', '.join(names)})")
+        if bool(self.steps) != (self.check.kind == "steps") and self.check.kind != HIDDEN:
+            raise DataError(f"task {self.id}: 'check.kind' is '{self.check.kind}'; a task with 'steps' has `steps`, and no other has")
+        if self.steps and (self.diagnosis is not None or self.solution is not None):
+            raise DataError(f"task {self.id}: has 'steps'; each has its solution, and 'diagnosis' is for tasks without")
+        if self.image is None and (self.health or any(step.files or step.artifacts or step.health for step in self.steps)):
+            raise DataError(f"task {self.id}: 'health' or 'steps' need a machine, and there is no 'image'")
 
     def to_json(self) -> dict[str, Any]:
         """The task as a JSON object; what has its default is left out."""
@@ -121,7 +222,8 @@ class Task:
             "workdir": self.workdir, "user": self.user, "network": list(self.network.allow), "limits": _limits_to_json(self.limits),
             "artifacts": list(self.artifacts), "budget": self.budget.to_json(),
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
-            "solution": self.solution.to_json() if self.solution else None, "metadata": dict(self.metadata),
+            "solution": self.solution.to_json() if self.solution else None, "health": self.health.to_json() if self.health else None,
+            "steps": [step.to_json() for step in self.steps], "metadata": dict(self.metadata),
         }
         return {name: value for name, value in record.items() if value not in (None, {}, [])}
 
@@ -129,8 +231,7 @@ class Task:
     def from_json(cls, record: Any, where: str = "task") -> Self:
         """What `to_json` wrote. Raises `DataError` naming the field for an unknown one, a missing one, or a wrong type."""
         fields = Fields(record, where)
-        files = Fields(fields.table("files"), where, "files")
-        env = Fields(fields.table("env"), where, "env")
+        files, env = fields.within("files"), fields.within("env")
         try:
             task = cls(
                 id=fields.text("id"), prompt=fields.text("prompt"), check=Check.from_json(fields.inner("check")),
@@ -142,17 +243,18 @@ class Task:
                 budget=Budget.from_json(fields.inner("budget")) if fields.has("budget") else Budget(),
                 diagnosis=Check.from_json(fields.inner("diagnosis")) if fields.has("diagnosis") else None,
                 solution=Solution.from_json(fields.inner("solution")) if fields.has("solution") else None,
-                metadata=fields.table("metadata"))
+                health=Health.from_json(fields.inner("health")) if fields.has("health") else None,
+                steps=tuple(Step.from_json(each) for each in fields.each("steps")), metadata=fields.table("metadata"))
         except DataError as error:
             raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-        for name in ("budget", "diagnosis", "solution"):
+        for name in ("budget", "diagnosis", "solution", "health"):
             fields.maybe(name, fields.table)
         fields.done()
         return task
 
     def shown(self) -> Self:
-        """What may be shown to whoever attempts it: no solution, and nothing of the check, which `judge` then refuses."""
-        return replace(self, check=Check(kind="hidden"), solution=None)
+        """What may be shown to whoever attempts it: no solution, no later step, and nothing of the check, which `judge` then refuses."""
+        return replace(self, check=Check(kind=HIDDEN), solution=None, steps=())
 
     @property
     def text(self) -> str:

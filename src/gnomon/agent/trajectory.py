@@ -115,6 +115,16 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepEnd:
+    """How a step of a task with several ended: `turns` is how many the attempt had by then, in all."""
+
+    name: str
+    turns: int
+    stop_reason: StopReason
+    score: Score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A root-to-leaf path as training takes it: parallel lists. Over all samples each sampled token is masked in at most once."""
 
@@ -129,7 +139,8 @@ class Sample:
 class Trajectory:
     """One attempt at one task. `turns` only grow: `appended` gives the longer trajectory and changes nothing.
 
-    `seconds` says, once it has ended, how long its parts took: `machine`, `agent`, `judge`.
+    `steps` says how each step ended, of a task that has several. `seconds` says, once it has ended, how long its parts took: `machine`,
+    `agent`, `judge`.
     """
 
     id: str
@@ -140,6 +151,7 @@ class Trajectory:
     group: str | None = None
     tools: tuple[Tool, ...] = ()
     turns: tuple[Turn, ...] = ()
+    steps: tuple[StepEnd, ...] = ()
     score: Score | None = None
     stop_reason: StopReason | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """A trajectory on disk: a line of JSON for each turn, written when it happens; a process that is killed loses at most its last line.
 
-The first line says what the attempt is, then come turns, scores, and the end. `TrajectoryFile` goes on where a killed process stopped.
+The first line says what the attempt is, then come turns, ends of steps, scores, and the end. `TrajectoryFile` goes on where a killed
+process stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Self, get_args
 
 from gnomon.agent.fields import Fields, parsed
 from gnomon.agent.message_json import tool_from_json, tool_to_json
-from gnomon.agent.trajectory import Score, StopReason, Trajectory, Turn, turn_from_json, turn_to_json
+from gnomon.agent.trajectory import Score, StepEnd, StopReason, Trajectory, Turn, turn_from_json, turn_to_json
 from gnomon.errors import DataError
 
 FORMAT = 1
@@ -28,9 +29,14 @@ def read(path: Path) -> Trajectory:
 
 def write(trajectory: Trajectory, path: Path) -> None:
     """A whole trajectory into a new file."""
-    with TrajectoryFile(path, replace(trajectory, turns=(), score=None, stop_reason=None, seconds={})) as file:
-        for turn in trajectory.turns:
+    with TrajectoryFile(path, replace(trajectory, turns=(), steps=(), score=None, stop_reason=None, seconds={})) as file:
+        for number, turn in enumerate(trajectory.turns):
+            for step in trajectory.steps[len(file.trajectory.steps):]:
+                if step.turns <= number:
+                    file.step(step)
             file.append(turn)
+        for step in trajectory.steps[len(file.trajectory.steps):]:
+            file.step(step)
         if trajectory.score is not None:
             file.judge(trajectory.score)
         if trajectory.stop_reason is not None:
@@ -44,7 +50,7 @@ class TrajectoryFile:
     """
 
     def __init__(self, path: Path, beginning: Trajectory) -> None:
-        if beginning.turns or beginning.score or beginning.stop_reason:
+        if beginning.turns or beginning.steps or beginning.score or beginning.stop_reason:
             raise DataError(f"{path}: a file begins with an empty trajectory; append its turns")
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +74,11 @@ class TrajectoryFile:
         self._line("turn", turn_to_json(turn))
         self.trajectory = longer
         return longer
+
+    def step(self, end: StepEnd) -> None:
+        """A step has ended."""
+        self._line("step", {"name": end.name, "turns": end.turns, "stop_reason": end.stop_reason, "score": end.score.to_json()})
+        self.trajectory = replace(self.trajectory, steps=(*self.trajectory.steps, end))
 
     def judge(self, score: Score) -> None:
         """Its score. A later one counts instead; the earlier stays in the file."""
@@ -140,9 +151,14 @@ def _grown(trajectory: Trajectory, kind: str, fields: Fields) -> Trajectory:
         return trajectory.appended(turn_from_json(fields))
     if kind == "score":
         return replace(trajectory, score=Score.from_json(fields))
-    reason = fields.text("stop_reason") if kind == "end" else None
+    reason = fields.text("stop_reason") if kind in ("end", "step") else None
     if reason not in get_args(StopReason):
-        raise fields.wrong("kind", kind, "turn, score or end with a stop_reason")
+        raise fields.wrong("kind", kind, "turn, score, or step or end with a stop_reason")
+    if kind == "step":
+        end = StepEnd(name=fields.text("name"), turns=fields.whole("turns"), stop_reason=reason,  # type: ignore[arg-type]
+                      score=Score.from_json(fields.inner("score")))
+        fields.done()
+        return replace(trajectory, steps=(*trajectory.steps, end))
     seconds = Fields(fields.table("seconds"), "end", "seconds")
     took = {name: seconds.number(name) for name in fields.table("seconds")}
     fields.done()

@@ -10,14 +10,16 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 
+from gnomon.agent import steps
 from gnomon.agent.machine import made, spec
 from gnomon.agent.solution import Solution
 from gnomon.agent.task import Task
-from gnomon.agent.trajectory import Score, Trajectory, Turn
+from gnomon.agent.trajectory import Score, StepEnd, Trajectory, Turn
 from gnomon.agent.verifier import judge
-from gnomon.data.messages import Message
 from gnomon.errors import GnomonError
 from gnomon.sandbox.sandbox import Backend, Command, Sandbox
+
+SETUP_SECONDS = 300.0  # for what prepares a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +43,16 @@ async def validate(task: Task, backend: Backend | None = None) -> Validation:
 
     A machine that cannot be made refuses the task too, with that reason.
     """
-    if task.solution is None:
-        return Validation(task_id=task.id, reason="it has no solution, so nobody knows whether it can be solved")
+    for step, part in steps.parts(task):
+        if part.solution is None:
+            what = f"its step '{step.name}'" if step else "it"
+            return Validation(task_id=task.id, reason=f"{what} has no solution, so nobody knows whether it can be solved")
     if task.image is not None and backend is None:
         return Validation(task_id=task.id, reason=f"it needs a machine ({task.image}) and there is no backend to make one")
-    solved = await _attempt(task, backend, task.solution)
+    solved = await _attempt(task, backend, solving=True)
     if why := _refused(solved, 1.0, "its solution"):
         return Validation(task_id=task.id, solved=solved, reason=why)
-    nothing = await _attempt(task, backend, None)
+    nothing = await _attempt(task, backend, solving=False)
     return Validation(task_id=task.id, solved=solved, nothing=nothing, reason=_refused(nothing, 0.0, "doing nothing"))
 
 
@@ -73,30 +77,44 @@ async def validated(tasks: Iterable[Task], backend: Backend | None = None, *, co
         await asyncio.gather(*(found for _, found in waiting), return_exceptions=True)
 
 
-async def _attempt(task: Task, backend: Backend | None, solution: Solution | None) -> Score:
-    """The score of what a solution does and says; of nothing, where there is none."""
-    purpose = "nothing" if solution is None else "solution"
-    messages = solution.messages if solution else ()
-    trajectory = _trajectory(task, purpose, messages)
+async def _attempt(task: Task, backend: Backend | None, *, solving: bool) -> Score:
+    """The score of what a task's solution does and says, step by step where it has steps; of nothing, if not `solving`."""
+    purpose = "solution" if solving else "nothing"
+    trajectory = Trajectory(id=purpose, task_id=task.id, harness=purpose)
     if task.image is None or backend is None:
-        return await _judged(task, trajectory, None, backend)
+        return await _walked(task, trajectory, None, backend, solving)
     try:
         box = await made(task, backend, spec(task, purpose))
         try:
-            why = await _do(task, box, solution) if solution else None
-            if why is not None:
-                return Score(reward=None, error=why)
-            return await _judged(task, trajectory, box, backend)
+            if task.health is not None:
+                await steps.healthy(task.health, task, box)
+            return await _walked(task, trajectory, box, backend, solving)
         finally:
             await asyncio.shield(box.kill())
     except (GnomonError, OSError) as error:
         return Score(reward=None, error=f"{type(error).__name__}: {error}")
 
 
-def _trajectory(task: Task, purpose: str, messages: tuple[Message, ...]) -> Trajectory:
-    trajectory = Trajectory(id=purpose, task_id=task.id, harness=purpose)
-    trajectory = trajectory.appended(Turn(messages=messages)) if messages else trajectory
-    return replace(trajectory, stop_reason="finished")
+async def _walked(task: Task, trajectory: Trajectory, box: Sandbox | None, backend: Backend | None, solving: bool) -> Score:
+    """The score of a task in its machine: of the whole, or of all its steps, as an attempt would get it."""
+    score = Score(reward=None, error="nothing was judged")
+    for step, part in steps.parts(task):
+        if step is not None and box is not None:
+            await steps.prepare(task, step, box, SETUP_SECONDS)
+        solution = part.solution if solving else None
+        why = await _do(part, box, solution) if solution and box is not None else None
+        if why is not None:
+            return Score(reward=None, error=f"step '{step.name}': {why}" if step else why)
+        if solution is not None and solution.messages:
+            trajectory = trajectory.appended(Turn(messages=solution.messages))
+        score = await _judged(part, replace(trajectory, stop_reason="finished"), box, backend)
+        if step is None or score.reward is None:
+            return score
+        ended = StepEnd(name=step.name, turns=len(trajectory.turns), stop_reason="finished", score=score)
+        trajectory = replace(trajectory, steps=(*trajectory.steps, ended))
+        if steps.too_low(step, score) is not None:
+            break
+    return await _judged(task, replace(trajectory, stop_reason="finished"), box, backend)
 
 
 async def _judged(task: Task, trajectory: Trajectory, box: Sandbox | None, backend: Backend | None) -> Score:

@@ -14,7 +14,7 @@ from gnomon.sandbox.sandbox import Backend
 
 
 class Source:
-    """Reads directories in the order of their names; a directory with steps is a task for each."""
+    """Reads directories in the order of their names."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         fields = settings(table)
@@ -24,7 +24,7 @@ class Source:
     def tasks(self) -> Iterator[Task]:
         """The tasks. Raises `DataError` naming the file and the field."""
         for directory in self._directories():
-            yield from harbor_tasks.tasks(directory)
+            yield harbor_tasks.task(directory)
 
     async def prepare(self, backend: Backend, store: LayerStore) -> None:
         """Build the images from local files. Raises what `harbor_tasks.build` raises."""
