@@ -34,7 +34,8 @@ def test_harbor_reads_what_we_write(tmp_path, task):
 
 
 def test_harbor_reads_the_steps_that_we_write(tmp_path):
-    check = Check(kind="tests", settings={"files": {"test.sh": TEST}, "machine": "fork", "timeout_seconds": 30.0, "env": {}, "user": "root"})
+    settings = {"files": {"test.sh": TEST}, "machine": "fork", "timeout_seconds": 30.0, "env": {}, "user": "root"}
+    check = Check(kind="tests", settings=settings)
     one = Step(name="first one", prompt="Begin.", check=check, files={"setup.sh": b"true\n", "data/x": b"\xff"}, setup="setup.sh",
                user="me", seconds=20.0, artifacts=("/app/out",), least={"reward": 0.5}, health=Health(command="true", retries=2),
                network=Network(allow=("example.com:*",)), solution=Solution(script="true"))
