@@ -11,12 +11,11 @@ from typing import Any
 
 from gnomon.agent.trajectory import Score
 from gnomon.posttrain.lab.bench import Bench
-from gnomon.posttrain.lab.domain import Effort, Line, Puzzle, Said
+from gnomon.posttrain.lab.domain import KINDS, Effort, Line, Puzzle, Said, wanted
 from gnomon.posttrain.lab.words import DIGITS, EOM, EOS, LABELS, ids, words
 from gnomon.posttrain.problem import Problem
 
 BOXES = LABELS[:6]
-KINDS = ("biggest", "smallest", "holds")
 
 
 class Domain:
@@ -28,38 +27,39 @@ class Domain:
         """Six boxes with different digits, and which of them should go: the biggest, the smallest, or that which holds a digit."""
         inside = dict(zip(BOXES, rng.sample(DIGITS, len(BOXES)), strict=True))
         kind = rng.choice(KINDS)
-        if kind == "holds":
-            target = rng.choice(BOXES)
-            return Puzzle(domain=self.name, kind=kind, body=(kind, inside[target]), hidden={"inside": inside, "target": target})
-        target = (max if kind == "biggest" else min)(inside, key=lambda box: int(inside[box]))
-        return Puzzle(domain=self.name, kind=kind, body=(kind,), hidden={"inside": inside, "target": target})
+        asked, target = wanted(kind, inside, rng)
+        return Puzzle(domain=self.name, kind=kind, body=asked, hidden={"inside": inside, "target": target})
 
     def demonstrated(self, puzzle: Puzzle, effort: Effort, rng: random.Random) -> Line:
-        """So many looks, from chance, in an order from chance; then the best box of those seen goes."""
-        return self._shown(Said(puzzle.prompt(effort)), puzzle, rng, 6 if rng.random() < 0.4 else rng.randrange(1, 7))
-
-    def dense(self, rng: random.Random) -> Line:
-        """All boxes looked into, what the world says a fact to copy."""
-        puzzle = self.puzzle(rng)
-        said = Said(ids(("<bos>", "<dense>", *puzzle.body, "<think>")))
-        return self._shown(said, puzzle, rng, 6)
-
-    def _shown(self, said: Said, puzzle: Puzzle, rng: random.Random, looks: int) -> Line:
-        inside = puzzle.hidden["inside"]
-        best, seen = "", rng.sample(BOXES, looks)
+        """So many looks from the first box on, by chance; then the best box of those seen goes, or one that was not seen."""
+        said, inside, best = Said(puzzle.prompt(effort)), puzzle.hidden["inside"], ""
+        seen = BOXES[: 6 if rng.random() < 0.4 else rng.randrange(1, 7)]
         for box in seen:
             said.say(("get", box, "<eom>"))
             said.say(inside[box], 0.0)
-            if not best or _better(puzzle, inside[box], inside[best]):
-                best = box
-            said.say((best, inside[best]), 3.0)
-            if puzzle.kind == "holds" and best == puzzle.hidden["target"]:
+            best = said.judge(puzzle, inside, box, best)
+            if best == puzzle.hidden["target"] and puzzle.kind == "holds":
                 break
-        if puzzle.kind == "holds" and best != puzzle.hidden["target"]:
-            best = rng.choice([box for box in BOXES if box not in seen] or [best])
         said.say("del")
-        said.say(best, 3.0)
+        if best:
+            said.say(best, 3.0)
+        else:
+            said.say(rng.choice(BOXES[len(seen):]))
         said.say("<eom>")
+        return said.line()
+
+    def dense(self, rng: random.Random) -> Line:
+        """Labelled digits, and after each the best so far; or, where one is looked for, whether it is that one."""
+        said = Said(ids("<bos> <dense>"))
+        for _ in range(2):
+            inside = dict(zip(rng.sample(BOXES, len(BOXES)), rng.sample(DIGITS, len(BOXES)), strict=True))
+            kind, best = rng.choice(KINDS), ""
+            asked, target = wanted(kind, inside, rng)
+            puzzle = Puzzle(domain=self.name, kind=kind, body=asked, hidden={"target": target})
+            said.say((*asked, "<think>"), 0.0)
+            for box in inside:
+                said.say((box, inside[box]), 0.0)
+                best = said.judge(puzzle, inside, box, best)
         return said.line()
 
     def problem(self, puzzle: Puzzle, effort: Effort, name: str, bench: Bench) -> Problem:
@@ -96,9 +96,3 @@ class World:
 
     def close(self) -> None:
         """Holds nothing."""
-
-
-def _better(puzzle: Puzzle, new: str, old: str) -> bool:
-    if puzzle.kind == "holds":
-        return new == puzzle.body[1]
-    return int(new) > int(old) if puzzle.kind == "biggest" else int(new) < int(old)

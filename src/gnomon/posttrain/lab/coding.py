@@ -1,4 +1,5 @@
-"""Coding tasks: a program of six statements, one worked example with the value after each, and one statement whose operator is wrong.
+"""Coding tasks: a program of six statements, one worked example with the value before and after each, and one statement whose operator
+is wrong.
 
 Thought runs the program: a line's label, what it really gives, whether that is what the example says; where it is not, the other operators
 are tried. The answer names the line and its operator. The grade repairs the program and runs it on inputs that nobody has seen.
@@ -13,7 +14,7 @@ from typing import Any
 from gnomon.agent.trajectory import Score
 from gnomon.posttrain.lab.bench import Bench, Program
 from gnomon.posttrain.lab.domain import Effort, Line, Puzzle, Said, thinking
-from gnomon.posttrain.lab.words import EOS, LABELS, OPERATORS, calculated, ids, words
+from gnomon.posttrain.lab.words import EOS, LABELS, OPERATORS, calculated, drawn_sum, ids, words
 from gnomon.posttrain.problem import Problem
 
 LINES = LABELS[:6]
@@ -41,9 +42,9 @@ class Domain:
             if given.count(states[place]) == 1:  # exactly one operator fits the example
                 break
         written = [(wrong if i == place else each, n) for i, (each, n) in enumerate(right)]
-        body = [str(start)]
-        for label, (each, n), value in zip(LINES, written, states, strict=True):
-            body += [label, each, str(n), str(value)]
+        body: list[str] = []
+        for label, (each, n), entered, left in zip(LINES, written, (start, *states), states, strict=False):
+            body += [label, str(entered), each, str(n), str(left)]
         return Puzzle(domain=self.name, kind="repair", body=tuple(body), hidden={
             "right": tuple(right), "written": tuple(written), "place": place, "states": tuple(states), "start": start})
 
@@ -52,37 +53,29 @@ class Domain:
         return self._shown(Said(puzzle.prompt(effort)), puzzle, rng, 6 if rng.random() < 0.4 else rng.randrange(0, 7))
 
     def dense(self, rng: random.Random) -> Line:
-        """Half of the time digits told equal or not, near misses among them; else a program checked to its wrong line."""
-        if rng.random() < 0.5:
-            said = Said(ids("<bos> <dense>"))
-            for _ in range(10):
-                state, operator, number = rng.randrange(10), rng.choice(OPERATORS), rng.randrange(1, 10)
-                value = calculated(state, operator, number)
-                shown = value if rng.random() < 0.5 else rng.choice([d for d in range(10) if d != value])
-                said.say((str(state), operator, str(number), str(shown), "="), 0.0)
-                said.say((str(value), "yes" if value == shown else "no"))
-            return said.line()
-        puzzle = self.puzzle(rng)
-        return self._shown(Said(ids(("<bos>", "<dense>", *puzzle.body, "<think>"))), puzzle, rng, 6)
+        """Statements with what an example says of each, true or not; then each checked by its label, the other operators tried."""
+        said = Said(ids("<bos> <dense>"))
+        lines: dict[str, tuple[int, str, int, int]] = {}
+        for label in rng.sample(LABELS, 6):
+            left, operator, right = drawn_sum(rng)
+            shown = calculated(left, operator if rng.random() < 0.4 else rng.choice(OPERATORS), right)
+            lines[label] = left, operator, right, shown
+            said.say((label, str(left), operator, str(right), str(shown)), 0.0)
+        said.say("<think>", 0.0)
+        for label in rng.sample(list(lines), 6):
+            said.say(label, 0.0)
+            _tried(said, *lines[label], rng, 1.0)
+        return said.line()
 
     def _shown(self, said: Said, puzzle: Puzzle, rng: random.Random, checks: int) -> Line:
         hidden, found = puzzle.hidden, ""
-        state = hidden["start"]
+        states = (hidden["start"], *hidden["states"])
         for i in range(checks):
             operator, number = hidden["written"][i]
             said.say(LINES[i])
-            value = calculated(state, operator, number)
-            said.say((str(value), "yes" if value == hidden["states"][i] else "no"), 3.0)
-            if value != hidden["states"][i]:
-                for other in rng.sample([each for each in OPERATORS if each != operator], 2):
-                    tried = calculated(state, other, number)
-                    said.say(other)
-                    said.say((str(tried), "yes" if tried == hidden["states"][i] else "no"), 3.0)
-                    if tried == hidden["states"][i]:
-                        found = other
-                        break
+            found = _tried(said, states[i], operator, number, states[i + 1], rng, 3.0)
+            if found:
                 break
-            state = hidden["states"][i]
         said.say("<answer>")
         if found:
             said.say((LINES[hidden["place"]], found), 3.0)
@@ -105,6 +98,19 @@ class Domain:
 
         return Problem(id=name, prompt=puzzle.prompt(effort), domain=self.name, effort=effort, kind=puzzle.kind, grade=grade,
                        max_tokens=40, stop_ids=frozenset((EOS,)))
+
+
+def _tried(said: Said, left: int, operator: str, right: int, shown: int, rng: random.Random, weight: float) -> str:
+    """Say what a statement gives and whether that is what is shown; where it is not, other operators in an order from chance until one
+    fits. Returns that one, empty where the statement is right or none fits."""
+    for place, each in enumerate((operator, *rng.sample([other for other in OPERATORS if other != operator], 2))):
+        value = calculated(left, each, right)
+        if place:
+            said.say(each)
+        said.say((str(value), "yes" if value == shown else "no"), weight)
+        if value == shown:
+            return each if place else ""
+    return ""
 
 
 def repaired(written: Program, answer: Sequence[str]) -> Program | None:

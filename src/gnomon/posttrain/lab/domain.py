@@ -16,6 +16,8 @@ from gnomon.posttrain.lab.words import ANSWER, BOS, ids
 from gnomon.posttrain.problem import Problem
 
 Effort = Literal["low", "high", "max"]
+KINDS = ("biggest", "smallest", "holds")
+"""What may be asked of labelled digits: the label of the biggest, of the smallest, or of a digit that is named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,18 @@ class Said:
         self.token_ids += new
         self.weights += [weight] * len(new)
 
+    def judge(self, puzzle: Puzzle, values: Mapping[str, str], new: str, best: str) -> str:
+        """Say what `new` is worth beside the `best` so far (empty: none yet): the better of the two with its digit, or, where one is
+        looked for, whether it is that one. Returns the best then."""
+        if puzzle.kind == "holds":
+            found = new == puzzle.hidden["target"]
+            self.say("yes" if found else "no", 3.0)
+            return new if found else best
+        if not best or better(puzzle.kind, values[new], values[best]):
+            best = new
+        self.say((best, values[best]), 3.0)
+        return best
+
     def line(self) -> Line:
         """What was written."""
         return Line(token_ids=tuple(self.token_ids), weights=tuple(self.weights))
@@ -83,3 +97,16 @@ class Domain(Protocol):
 def thinking(sampled: Sequence[int]) -> int:
     """How many ids were thought before the answer begins; all where it never does."""
     return list(sampled).index(ANSWER) if ANSWER in sampled else len(sampled)
+
+
+def better(kind: str, new: str, old: str) -> bool:
+    """Whether a digit is to be preferred."""
+    return int(new) > int(old) if kind == "biggest" else int(new) < int(old)
+
+
+def wanted(kind: str, values: Mapping[str, str], rng: random.Random) -> tuple[tuple[str, ...], str]:
+    """The words that ask for one of some labelled digits, and its label."""
+    if kind == "holds":
+        target = rng.choice(list(values))
+        return (kind, values[target]), target
+    return (kind,), (max if kind == "biggest" else min)(values, key=lambda label: int(values[label]))

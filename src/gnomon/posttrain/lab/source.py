@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Literal
 
 from gnomon.posttrain.lab import agents, coding, general
@@ -15,8 +16,8 @@ DOMAIN: dict[str, Domain] = {"general": general.Domain(), "agents": agents.Domai
 CELLS: tuple[tuple[str, Effort], ...] = tuple((domain, effort) for domain in DOMAIN for effort in EFFORTS)  # type: ignore[misc]
 """All nine (domain, effort), in the order of reports."""
 
-SHARES = {"general": 0.5, "agents": 0.15, "coding": 0.35}
-"""How often the cold start sees each domain: arithmetic takes longest to learn, and two of them stand on it."""
+EVEN = {"general": 1.0, "agents": 1.0, "coding": 1.0}
+"""Shares of the domains in a text."""
 
 
 class Source:
@@ -34,10 +35,11 @@ class Source:
         return DOMAIN[domain].problem(puzzle, effort, name, self.bench)
 
 
-def demonstration(index: int, *, seed: int, dense: float) -> Line:
-    """Text `index` of the cold start: with chance `dense` a line of small facts, else a demonstration at an effort from chance."""
+def demonstration(index: int, *, seed: int, dense: float, shares: Mapping[str, float] = EVEN) -> Line:
+    """Text `index` of the cold start: with chance `dense` a line of small facts, else a demonstration at an effort from chance; of the
+    domains by their `shares`."""
     rng = random.Random(f"demonstration/{seed}/{index}")
-    (name,) = rng.choices(list(SHARES), list(SHARES.values()))
+    (name,) = rng.choices(list(shares), list(shares.values()))
     domain = DOMAIN[name]
     if rng.random() < dense:
         return domain.dense(rng)

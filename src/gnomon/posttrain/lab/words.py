@@ -5,6 +5,7 @@ A text of the lab is words with blanks between. Read next: `domain.py`, what is 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 
 from gnomon.errors import DataError
@@ -41,3 +42,8 @@ def words(tokens: Sequence[int]) -> tuple[str, ...]:
 def calculated(left: int, operator: str, right: int) -> int:
     """One step of the lab's arithmetic, modulo 10."""
     return {"+": left + right, "-": left - right, "*": left * right}[operator] % 10
+
+
+def drawn_sum(rng: random.Random) -> tuple[int, str, int]:
+    """A digit, an operator and a digit that is not 0."""
+    return rng.randrange(10), rng.choice(OPERATORS), rng.randrange(1, 10)
