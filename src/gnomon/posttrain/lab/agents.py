@@ -57,8 +57,8 @@ class Domain:
             asked, target = wanted(kind, inside, rng)
             puzzle = Puzzle(domain=self.name, kind=kind, body=asked, hidden={"target": target})
             said.say((*asked, "<think>"), 0.0)
-            for box in inside:
-                said.say((box, inside[box]), 0.0)
+            for box, digit in inside.items():
+                said.say((box, digit), 0.0)
                 best = said.judge(puzzle, inside, box, best)
         return said.line()
 

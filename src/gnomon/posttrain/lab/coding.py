@@ -1,8 +1,9 @@
 """Coding tasks: a program of six statements, one worked example with the value before and after each, and one statement whose operator
 is wrong.
 
-Thought runs the program: a line's label, what it really gives, whether that is what the example says; where it is not, the other operators
-are tried. The answer names the line and its operator. The grade repairs the program and runs it on inputs that nobody has seen.
+Thought runs the program: a line's label, what it really gives, whether that is what the example says; where it is not, the statement is
+written with the other operators. The answer names the line and its operator. The grade repairs the program and runs it on inputs that
+nobody has seen.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ class Domain:
         return self._shown(Said(puzzle.prompt(effort)), puzzle, rng, 6 if rng.random() < 0.4 else rng.randrange(0, 7))
 
     def dense(self, rng: random.Random) -> Line:
-        """Statements with what an example says of each, true or not; then each checked by its label, the other operators tried."""
+        """Statements with what an example says of each, mostly untrue; then each checked by its label, the other operators tried."""
         said = Said(ids("<bos> <dense>"))
         lines: dict[str, tuple[int, str, int, int]] = {}
-        for label in rng.sample(LABELS, 6):
+        for label in rng.sample(LABELS, 5):
             left, operator, right = drawn_sum(rng)
-            shown = calculated(left, operator if rng.random() < 0.4 else rng.choice(OPERATORS), right)
+            shown = calculated(left, operator if rng.random() < 0.25 else rng.choice(OPERATORS), right)
             lines[label] = left, operator, right, shown
             said.say((label, str(left), operator, str(right), str(shown)), 0.0)
         said.say("<think>", 0.0)
-        for label in rng.sample(list(lines), 6):
+        for label in rng.sample(list(lines), len(lines)):
             said.say(label, 0.0)
-            _tried(said, *lines[label], rng, 1.0)
+            _tried(said, *lines[label], 1.0)
         return said.line()
 
     def _shown(self, said: Said, puzzle: Puzzle, rng: random.Random, checks: int) -> Line:
@@ -73,7 +74,7 @@ class Domain:
         for i in range(checks):
             operator, number = hidden["written"][i]
             said.say(LINES[i])
-            found = _tried(said, states[i], operator, number, states[i + 1], rng, 3.0)
+            found = _tried(said, states[i], operator, number, states[i + 1], 3.0)
             if found:
                 break
         said.say("<answer>")
@@ -97,16 +98,16 @@ class Domain:
             return Score(reward=float(found == expected), evidence=(f"gives {found}, right is {expected}",))
 
         return Problem(id=name, prompt=puzzle.prompt(effort), domain=self.name, effort=effort, kind=puzzle.kind, grade=grade,
-                       max_tokens=40, stop_ids=frozenset((EOS,)))
+                       max_tokens=44, stop_ids=frozenset((EOS,)))
 
 
-def _tried(said: Said, left: int, operator: str, right: int, shown: int, rng: random.Random, weight: float) -> str:
-    """Say what a statement gives and whether that is what is shown; where it is not, other operators in an order from chance until one
-    fits. Returns that one, empty where the statement is right or none fits."""
-    for place, each in enumerate((operator, *rng.sample([other for other in OPERATORS if other != operator], 2))):
+def _tried(said: Said, left: int, operator: str, right: int, shown: int, weight: float) -> str:
+    """Say what a statement gives and whether that is what is shown; where it is not, the statement with other operators until one fits.
+    Returns that one, empty where the statement is right or none fits."""
+    for place, each in enumerate((operator, *(other for other in OPERATORS if other != operator))):
         value = calculated(left, each, right)
         if place:
-            said.say(each)
+            said.say((str(left), each, str(right)))
         said.say((str(value), "yes" if value == shown else "no"), weight)
         if value == shown:
             return each if place else ""
