@@ -126,12 +126,35 @@ def test_code_draws_its_picture() -> None:
         assert difference.mean() < 1.5, task.answer  # edges only
 
 
-def test_lines_have_their_letters(tokenizer: Tokenizer) -> None:
-    for task in shown("line", 10):
-        assert len(task.answer) == 12
+@pytest.mark.parametrize(("kind", "lengths"), [("letter", (1, 3)), ("word", (4, 7)), ("phrase", (8, 11)), ("line", (12, 12)),
+                                               ("label", (1, 12))])
+def test_lines_have_their_letters(kind: str, lengths: tuple[int, int]) -> None:
+    seen = set()
+    for task in shown(kind, 60):
         image = picture(task)
+        seen.add(len(task.answer))
         assert image.height == 28
         assert (image.height // 28) * -(-image.width // 28) == prepare(image).tokens
+        if kind != "label":
+            assert image.width == 28 * len(task.answer)  # each letter in a field of its own
+    assert (min(seen), max(seen)) == lengths
+
+
+def test_equal_letters_look_alike_and_others_do_not() -> None:
+    """A field's pixels depend on its letter: dark where the same letter is dark elsewhere in the line."""
+    masks: dict[str, list[np.ndarray]] = {}
+    for task in shown("line", 40):
+        pixels = np.asarray(picture(task).convert("L")).astype(float)
+        inked = pixels < (pixels.min() + pixels.max()) / 2
+        for place, letter in enumerate(task.answer):
+            masks.setdefault(letter, []).append(inked[:, 28 * place : 28 * place + 28])
+    alike = [np.mean([(a == b).mean() for a in each for b in each]) for each in masks.values()]
+    one, other = (np.mean(masks[letter], 0) for letter in "OI")
+    assert min(alike) > 0.75
+    assert np.abs(one - other).mean() > 0.2
+
+
+def test_spelled_answers_have_a_token_for_each_letter(tokenizer: Tokenizer) -> None:
     source = Pictures(tokenizer, PicturesConfig(kinds=("line",), chat=0.0), RELEASED)
     sample = source.sample(0)
     start, length = sample.answer
@@ -159,6 +182,16 @@ def test_pads_stand_where_images_are_and_are_not_learnt(tokenizer: Tokenizer, ki
             assert before.tolist() == [tokenizer.special_ids["<|media_begin|>"], *size, tokenizer.special_ids["<|media_content|>"]]
         start, length = sample.answer
         assert tokenizer.decode(item.tokens[start : start + length]).strip() == sample.shown.answer
+
+
+@pytest.mark.parametrize("chat", [0.0, 1.0])
+def test_answers_alone_are_learnt_where_asked_for(tokenizer: Tokenizer, chat: float) -> None:
+    one, other = (Pictures(tokenizer, PicturesConfig(kinds=("scene",), chat=chat, learn=learn), RELEASED).sample(2)
+                  for learn in ("all", "answers"))
+    assert np.array_equal(one.item.tokens, other.item.tokens)
+    start = other.answer[0]
+    assert not other.item.loss_mask[:start].any()
+    assert other.item.loss_mask[start:].all() and one.item.loss_mask[start:].all()
 
 
 def test_a_conversation_is_what_the_chat_format_writes(tokenizer: Tokenizer) -> None:

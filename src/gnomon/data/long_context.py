@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from gnomon.config import setting
 from gnomon.data.long_tasks import KINDS, SubTask, draw
 from gnomon.data.mixture import Item, State
 from gnomon.data.tokenizer import Tokenizer
+from gnomon.data.words import WordByWord
 from gnomon.errors import CheckpointError, ConfigError, DataError
 from gnomon.extend import suggestion
 
@@ -97,6 +99,7 @@ class LongContext:
             raise DataError("there are no documents to fill long samples with")
         self.documents, self.tokenizer, self.config = documents, tokenizer, config
         self.index, self.window = 0, config.window or DEFAULT_WINDOW
+        self._words = WordByWord(tokenizer)
 
     def set_context(self, context: int) -> None:
         """Fill rows of so many tokens from the next sample on, unless the window was given."""
@@ -124,15 +127,19 @@ class LongContext:
         """Sample number `index` at the present window."""
         random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 0, index]))
         config = self.config
-        kinds = [config.kinds[random.integers(len(config.kinds))] for _ in range(config.tasks)]
-        tasks = [draw(kind, int(random.integers(config.pieces[0], config.pieces[1] + 1)), random) for kind in kinds]
+        kinds = random.integers(len(config.kinds), size=config.tasks).tolist()
+        counts = random.integers(config.pieces[0], config.pieces[1] + 1, size=config.tasks).tolist()
+        tasks = [draw(config.kinds[kind], count, random) for kind, count in zip(kinds, counts, strict=True)]
         evidence, tail, answers = self._encoded(tasks)
         body = self.window - len(tail)
         places = self._places([[len(piece) for piece in pieces] for pieces in evidence], body, random)
-        tokens = np.concatenate([self._filler(body, random), tail])
+        tokens = self._filler(self.window, random)
+        ids, at = list(tail), list(range(body, self.window))
         for pieces, starts in zip(evidence, places, strict=True):
             for piece, start in zip(pieces, starts, strict=True):
-                tokens[start : start + len(piece)] = piece
+                ids += piece
+                at += range(start, start + len(piece))
+        tokens[at] = ids
         placed = tuple(
             Placed(task=task, evidence=tuple((start, len(piece)) for piece, start in zip(pieces, starts, strict=True)),
                    answer=(body + answer[0], answer[1]))
@@ -148,40 +155,39 @@ class LongContext:
         tokens[start : start + length] = self._filler(length, random)
         return tokens
 
-    def _encoded(self, tasks: Sequence[SubTask]) -> tuple[list[list[np.ndarray]], np.ndarray, list[tuple[int, int]]]:
+    def _encoded(self, tasks: Sequence[SubTask]) -> tuple[list[list[list[int]]], list[int], list[tuple[int, int]]]:
         """The pieces of evidence of each task, the questions and answers at the end, and where in them the answers are."""
-        texts = [f"\n{piece}\n" for task in tasks for piece in task.evidence]
-        texts += [text for task in tasks for text in (f"\nQuestion: {task.question}\nAnswer:", f" {task.answer}\n")]
-        encoded = iter([np.array(ids, np.int64) for ids in self.tokenizer.encode_batch(texts)])
-        evidence = [[next(encoded) for _ in task.evidence] for task in tasks]
-        tail, answers, at = [], [], 0
-        for _ in tasks:
-            question, answer = next(encoded), next(encoded)
-            answers.append((at + len(question), len(answer)))
-            tail += [question, answer]
-            at += len(question) + len(answer)
-        return evidence, np.concatenate([*tail, [self.tokenizer.document_end_id]]), answers
+        encode = self._words.encode
+        evidence = [[encode(f"\n{piece}\n") for piece in task.evidence] for task in tasks]
+        tail: list[int] = []
+        answers = []
+        for task in tasks:
+            question, answer = encode(f"\nQuestion: {task.question}\nAnswer:"), encode(f" {task.answer}\n")
+            answers.append((len(tail) + len(question), len(answer)))
+            tail += [*question, *answer]
+        return evidence, [*tail, self.tokenizer.document_end_id], answers
 
     def _places(self, lengths: list[list[int]], body: int, random: np.random.Generator) -> list[list[int]]:
         """Starts of all pieces: apart from each other, before `body`, and of each task at least one in every quarter of the window."""
         quarter = self.window / QUARTERS
-        flat = [(task, piece, length) for task, each in enumerate(lengths) for piece, length in enumerate(each)]
-        if body - 3 * quarter < max(length for _, _, length in flat):
+        flat = [length for each in lengths for length in each]
+        if body - 3 * quarter < max(flat):
             raise ConfigError(f"the window is {self.window} tokens: questions and answers leave no room in its last quarter; widen it")
         for _ in range(TRIES):
             targets = []
             for each in lengths:
-                quarters = random.permutation(np.concatenate([np.arange(QUARTERS), random.integers(QUARTERS, size=len(each) - QUARTERS)]))
-                low = quarters * quarter
-                high = np.minimum((quarters + 1) * quarter, body) - np.array(each)
-                targets += list(low + random.random(len(each)) * np.maximum(high - low, 0))
-            starts = np.zeros(len(flat), np.int64)
-            cursor = 0
-            for position in np.argsort(targets, kind="stable"):
+                drawn = random.random((3, len(each))).tolist()  # few numbers: plain Python is faster than NumPy here
+                quarters = [piece if piece < QUARTERS else int(QUARTERS * chance) for piece, chance in enumerate(drawn[0])]
+                order = sorted(range(len(each)), key=drawn[1].__getitem__)
+                for length, place, chance in zip(each, order, drawn[2], strict=True):
+                    low = quarters[place] * quarter
+                    targets.append(low + chance * max(0.0, min(low + quarter, body) - length - low))
+            starts, cursor = [0] * len(flat), 0
+            for position in sorted(range(len(flat)), key=targets.__getitem__):
                 starts[position] = max(int(targets[position]), cursor)
-                cursor = int(starts[position]) + flat[position][2]
+                cursor = starts[position] + flat[position]
             found = _by_task(starts, lengths)
-            if cursor <= body and all({int(start // quarter) for start in each} == set(range(QUARTERS)) for each in found):
+            if cursor <= body and all(len({int(start // quarter) for start in each}) == QUARTERS for each in found):
                 return found
         raise ConfigError(f"the window is {self.window} tokens: {len(flat)} pieces of evidence do not fit apart; widen it, or make 'tasks' "
                           "fewer")
@@ -211,6 +217,6 @@ class LongContext:
         return mask
 
 
-def _by_task(starts: np.ndarray, lengths: list[list[int]]) -> list[list[int]]:
-    ends = np.cumsum([len(each) for each in lengths])
-    return [part.tolist() for part in np.split(starts, ends[:-1])]
+def _by_task(starts: list[int], lengths: list[list[int]]) -> list[list[int]]:
+    ends = list(accumulate(map(len, lengths), initial=0))
+    return [starts[first:last] for first, last in pairwise(ends)]

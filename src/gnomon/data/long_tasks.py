@@ -9,25 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 RANGE = 1000
 """Values that a piece of evidence can take: 0 to 999, or as many words."""
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Values of the kinds that have small ones."""
+
 _ONSETS = ("b", "br", "d", "dr", "f", "g", "gl", "h", "k", "kr", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v", "z")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ei", "ou")
 _ENDINGS = ("", "l", "n", "r", "s", "th", "x", "m")
 
 
+_WORDS = tuple(f"{onset}{vowel}{ending}o" for onset in _ONSETS for vowel in _VOWELS for ending in _ENDINGS)[:RANGE]
+_NAMES = tuple(each.capitalize() for each in _WORDS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubTask:
-    """Statements, a question about them, and its answer."""
+    """Statements, a question about them, and its answer.
+
+    `parts` are the characters of the answer, first and past the last, that one statement decides alone, in the order of the statements;
+    none where the answer is made of all of them together.
+    """
 
     kind: str
     evidence: tuple[str, ...]
     question: str
     answer: str
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 def total(called: Sequence[str], values: Sequence[int]) -> SubTask:
@@ -43,7 +56,7 @@ def code(called: Sequence[str], values: Sequence[int]) -> SubTask:
     vault, count = called[0], len(values)
     parts = tuple(f"Part {place} of {count} of the code of {vault} is {value:03d}." for place, value in enumerate(values, 1))
     return SubTask(kind="code", evidence=parts, question=f"What is the whole code of {vault}?",
-                   answer="-".join(f"{value:03d}" for value in values))
+                   answer="-".join(f"{value:03d}" for value in values), parts=tuple((4 * at, 4 * at + 3) for at in range(count)))
 
 
 def chain(called: Sequence[str], values: Sequence[int]) -> SubTask:
@@ -59,26 +72,44 @@ def order(called: Sequence[str], values: Sequence[int]) -> SubTask:
     line, count = called[0], len(values)
     words = [word(value) for value in values]
     stated = tuple(f"In the line {line} the word at place {place} is {each}." for place, each in enumerate(words, 1))
-    return SubTask(kind="order", evidence=stated, question=f"What are the {count} words of the line {line}?", answer=" ".join(words))
+    return SubTask(kind="order", evidence=stated, question=f"What are the {count} words of the line {line}?", answer=" ".join(words),
+                   parts=_spans(words))
 
 
-KINDS: Mapping[str, Callable[[Sequence[str], Sequence[int]], SubTask]] = {"total": total, "code": code, "chain": chain, "order": order}
+def boxes(called: Sequence[str], values: Sequence[int]) -> SubTask:
+    """Numbered boxes, a letter in each; the question is what is in all of them. What a small model can learn: the answer says again
+    what stood in the evidence, in order."""
+    del called  # boxes have numbers, not names
+    stated = [f"Box {place}={LETTERS[value]}." for place, value in enumerate(values, 1)]
+    return SubTask(kind="boxes", evidence=tuple(stated), question="What is in the boxes?", answer=" ".join(stated),
+                   parts=tuple((last - 2, last - 1) for _, last in _spans(stated)))
+
+
+KINDS: Mapping[str, Callable[[Sequence[str], Sequence[int]], SubTask]] = {
+    "total": total, "code": code, "chain": chain, "order": order, "boxes": boxes}
 """Each kind makes a task of names, as many as values, and values."""
+
+RANGES: Mapping[str, int] = {"boxes": len(LETTERS)}
+"""Values that a piece of evidence can take, where they are fewer than `RANGE`."""
 
 
 def word(value: int) -> str:
     """One of a thousand different made-up words."""
-    onset, rest = divmod(value % RANGE, len(_VOWELS) * len(_ENDINGS))
-    vowel, ending = divmod(rest, len(_ENDINGS))
-    return _ONSETS[onset] + _VOWELS[vowel] + _ENDINGS[ending] + "o"
+    return _WORDS[value % RANGE]
 
 
-def names(count: int, random: np.random.Generator) -> list[str]:
-    """Made-up names that text does not hold by chance."""
-    drawn = random.integers(RANGE, size=(count, 3)).tolist()
-    return [f"{word(first).capitalize()}{word(second)}-{number:03d}" for first, second, number in drawn]
+def _spans(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Where each word is in a text that joins them with spaces."""
+    ends = accumulate(len(each) + 1 for each in words)
+    return tuple((end - 1 - len(each), end - 1) for each, end in zip(words, ends, strict=True))
+
+
+def names(numbers: Sequence[Sequence[int]]) -> list[str]:
+    """Made-up names that text does not hold by chance, of three numbers below `RANGE` each."""
+    return [f"{_NAMES[first]} {_NAMES[second]} {number:03d}" for first, second, number in numbers]
 
 
 def draw(kind: str, pieces: int, random: np.random.Generator) -> SubTask:
     """A task of a kind with so many pieces of evidence."""
-    return KINDS[kind](names(pieces, random), random.integers(RANGE, size=pieces).tolist())
+    called, values = random.integers(RANGE, size=(pieces, 3)), random.integers(RANGES.get(kind, RANGE), size=pieces)
+    return KINDS[kind](names(called.tolist()), values.tolist())

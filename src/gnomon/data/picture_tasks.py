@@ -40,27 +40,48 @@ class Shown:
 Random = np.random.Generator
 
 
-def read_line(random: Random) -> Shown:
-    """A line of twelve random letters and digits, of several sizes, colours and places."""
-    return _line(random, "line", 12)
+def read_letter(random: Random) -> Shown:
+    """One to three letters or digits, each in a field of its own: who cannot read yet begins with these."""
+    return _set(random, "letter", int(random.integers(1, 4)))
 
 
 def read_word(random: Random) -> Shown:
-    """A shorter line, of one to eleven letters and digits, short ones more often: who cannot read yet learns letters from them."""
-    return _line(random, "word", 1 + int(11 * random.random() ** 2))
+    """Four to seven letters and digits."""
+    return _set(random, "word", int(random.integers(4, 8)))
 
 
-def _line(random: Random, kind: str, characters: int) -> Shown:
-    text = "".join(LETTERS[index] for index in random.integers(len(LETTERS), size=characters))
+def read_phrase(random: Random) -> Shown:
+    """Eight to eleven letters and digits."""
+    return _set(random, "phrase", int(random.integers(8, 12)))
+
+
+def read_line(random: Random) -> Shown:
+    """A line of twelve random letters and digits."""
+    return _set(random, "line", 12)
+
+
+def read_label(random: Random) -> Shown:
+    """One to twelve letters and digits of several sizes and places, dark on light or light on dark: letters lie across fields."""
+    text = _letters(random, int(random.integers(1, 13)))
     scale = float(random.uniform(3.6, 4.6)), float(random.uniform(2.0, 2.4))
-    height = 28
-    room = height - 11 * scale[1]
+    room = 28 - 11 * scale[1]
     at = int(random.integers(0, 6)), int(random.integers(0, max(1, int(room)) + 1))
-    width = int(6 * scale[0] * characters) + 8
     dark, light = _shade(random, 0, 90), _shade(random, 170, 256)
     ink, paper = (light, dark) if random.random() < 0.25 else (dark, light)
-    image = drawing.line(text, (width, height), scale=scale, at=at, ink=ink, paper=paper)
+    image = drawing.line(text, (int(6 * scale[0] * len(text)) + 8, 28), scale=scale, at=at, ink=ink, paper=paper)
+    return Shown(kind="label", parts=(image,), question="Read the line.", answer=text, spelled=True)
+
+
+def _set(random: Random, kind: str, characters: int) -> Shown:
+    """Letters in fields of 28 pixels, dark on light, pushed about by a pixel."""
+    text, at = _letters(random, characters), (int(random.integers(-1, 2)), int(random.integers(-1, 2)))
+    image = drawing.line(text, (28 * characters, 28), scale=(28 / 6, 28 / 11), at=at, ink=_shade(random, 0, 90),
+                         paper=_shade(random, 170, 256))
     return Shown(kind=kind, parts=(image,), question="Read the line.", answer=text, spelled=True)
+
+
+def _letters(random: Random, characters: int) -> str:
+    return "".join(LETTERS[index] for index in random.integers(len(LETTERS), size=characters))
 
 
 def name_scene(random: Random) -> Shown:
@@ -137,8 +158,10 @@ def tell_apart(random: Random) -> Shown:
                  answer=f"The {kinds[asked]} is {colour_name} and costs {numbers[asked]}.")
 
 
-KINDS: Mapping[str, Callable[[Random], Shown]] = {"line": read_line, "word": read_word, "scene": name_scene, "chart": read_chart,
-                                                  "code": write_code, "point": point_at, "document": tell_apart}
+KINDS: Mapping[str, Callable[[Random], Shown]] = {
+    "letter": read_letter, "word": read_word, "phrase": read_phrase, "line": read_line, "label": read_label, "scene": name_scene,
+    "chart": read_chart, "code": write_code, "point": point_at, "document": tell_apart,
+}
 """Kinds of pictures; each draws on a random stream of its own."""
 
 

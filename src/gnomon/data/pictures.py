@@ -1,7 +1,8 @@
 """Made pictures as training items: image pads among tokens, pixels beside them, the answer after (report §3.1).
 
 An item is a document `pictures and words, question, answer`, or the same as a conversation in the chat format. Each image takes as many
-pads as it has tokens; pads are never learnt. Sample number n depends on seed and n alone, so the state is one number.
+pads as it has tokens; pads are never learnt, and with `learn = "answers"` nothing but the answers is: they are what the picture decides.
+Sample number n depends on seed and n alone, so the state is one number.
 Read next: `packing.py`, which lays items beside text.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from PIL import Image as Picture
@@ -32,6 +34,7 @@ class PicturesConfig:
 
     kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of pictures, taken by chance; a kind named twice comes twice as often")
     chat: float = setting(0.25, "share of the items that are conversations in the chat format; the rest are plain documents")
+    learn: Literal["all", "answers"] = setting("all", "tokens that are learnt: all but the pads of images, or the answers alone")
     seed: int = setting(0, "the same seed and number give the same picture")
 
     def __post_init__(self) -> None:
@@ -94,9 +97,7 @@ class Pictures:
         tokens, learnt, images = _Laid(self).all(pieces)
         answer = self._answer(shown, " ")
         whole = np.array([*tokens, *answer, self.tokenizer.document_end_id], np.int64)
-        mask = np.array([*learnt, *[True] * (len(answer) + 1)], np.bool_)
-        return PictureSample(item=Item(tokens=whole, loss_mask=mask, images=images, whole=True), shown=shown,
-                             answer=(len(tokens), len(answer)))
+        return self._sample(shown, whole, learnt, images, (len(tokens), len(answer)))
 
     def _conversation(self, shown: Shown) -> PictureSample:
         """A user's message of parts and question, and the assistant's answer, in the chat format."""
@@ -109,9 +110,14 @@ class Pictures:
                                         self.markers[2], self.limits)
         answer = self._answer(shown, "")
         tail = [*answer, *self._chat.answer_closes, self.tokenizer.eos_id]
-        whole, mask = np.array([*tokens, *tail], np.int64), np.array([*learnt, *[True] * len(tail)], np.bool_)
-        return PictureSample(item=Item(tokens=whole, loss_mask=mask, images=images, whole=True), shown=shown,
-                             answer=(len(tokens), len(answer)))
+        return self._sample(shown, np.array([*tokens, *tail], np.int64), learnt, images, (len(tokens), len(answer)))
+
+    def _sample(self, shown: Shown, tokens: np.ndarray, asked: list[bool], images: tuple[ImageAt, ...],
+                answer: tuple[int, int]) -> PictureSample:
+        """The item; `asked` says which tokens before the answer may be learnt."""
+        before = asked if self.config.learn == "all" else [False] * len(asked)
+        mask = np.array([*before, *[True] * (len(tokens) - len(asked))], np.bool_)
+        return PictureSample(item=Item(tokens=tokens, loss_mask=mask, images=images, whole=True), shown=shown, answer=answer)
 
     def _answer(self, shown: Shown, before: str) -> list[int]:
         """Tokens of the answer; what is spelled gives each letter tokens of its own."""

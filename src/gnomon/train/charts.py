@@ -138,3 +138,22 @@ def positions(results: Sequence[HeldOut], trained: int) -> str:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: context_length(v)))
         axes.legend(loc="best")
         return svg(figure, "positions")
+
+
+def distances(results: Sequence[HeldOut], trained: int) -> str:
+    """Share of the pieces of evidence that are found by their distance in tokens, one curve per length of window."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = canvas()
+        asked = [result for result in results if result.distances]
+        colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, max(1, len(asked))))
+        for result, colour in zip(asked, colours, strict=False):
+            middle = [(low + high) / 2 for low, high, _, _ in result.distances]
+            axes.plot(middle, [100 * share for _, _, share, _ in result.distances], marker="o", markersize=4, color=colour,
+                      label=f"windows of {context_length(result.context)}")
+        axes.axvline(trained, color="#6b7783", linestyle=":", linewidth=1.2)
+        axes.set(xlabel="tokens between evidence and answer", ylabel="% of pieces found", ylim=(-3, 103))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: context_length(v)))
+        if asked:
+            axes.legend(loc="best")
+        return svg(figure, "distances")

@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnomon.data.long_context import LongContext
 from gnomon.data.packing import one_pass
 from gnomon.data.pictures import Pictures
 from gnomon.data.shards import Shards
 from gnomon.data.tokenizer import Tokenizer
-from gnomon.errors import ConfigError
 from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
 from gnomon.train.objective import token_losses
@@ -33,8 +31,9 @@ FIRST_BUCKET = 32  # positions below this are one bucket; buckets double from he
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
     """Held-out result at one context length. `by_position` rows are (first position, past the last, loss, tokens), `answers` is the
-    share of questions about scattered evidence that are answered right, in windows of this context, `pictures` has the share of right
-    answers about pictures and their number by kind."""
+    share of questions about scattered evidence that are answered right, in windows of this context, `kinds` the same by kind of task with
+    their number, `distances` rows (nearest, past the farthest, share of pieces found, pieces). `pictures` has the share of right answers
+    about pictures and their number by kind."""
 
     context: int
     loss: float
@@ -42,6 +41,8 @@ class HeldOut:
     tokens: int
     by_position: tuple[tuple[int, int, float, int], ...]
     answers: float | None = None
+    kinds: dict[str, tuple[float, int]] = field(default_factory=dict)
+    distances: tuple[tuple[int, int, float, int], ...] = ()
     pictures: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
@@ -82,27 +83,6 @@ def held_out(model: Transformer, shards: Sequence[Shards], tokenizer: Tokenizer,
         by_position = loss_by_position(model, shards, context, tokens)
     loss = nats / max(1, count)
     return HeldOut(context=context, loss=loss, bits_per_byte=nats / math.log(2) / max(1, size), tokens=count, by_position=by_position)
-
-
-def share_answered(model: Transformer, sources: Sequence[LongContext], context: int, samples: int) -> float | None:
-    """Share of questions whose whole answer is the likeliest token at every place, over `samples` windows of each source.
-
-    None where there is no source, or where the context is too short for its evidence.
-    """
-    right, asked, device = 0, 0, next(model.parameters()).device
-    for source in sources:
-        source.set_context(context)
-        for index in range(samples):
-            try:
-                sample = source.sample(index)
-            except ConfigError:
-                return None
-            ids = torch.from_numpy(sample.item.tokens).to(device)
-            places = [torch.arange(start - 1, start + length - 1, device=device) for start, length in (t.answer for t in sample.tasks)]
-            likeliest = model.head(model.hidden(ids[None])[0, torch.cat(places)]).argmax(-1).split([len(p) for p in places])
-            right += sum(bool((found == ids[place + 1]).all()) for found, place in zip(likeliest, places, strict=True))
-            asked += len(places)
-    return right / asked if asked else None
 
 
 def share_read(eye: Multimodal, pictures: Pictures, samples: int) -> float:

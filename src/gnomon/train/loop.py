@@ -7,6 +7,7 @@ Read next: `muon.py`, `balance.py`, `checkpoint.py`.
 """
 
 import gc
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -28,9 +29,9 @@ from gnomon.parallel.axes import ROWS, TOKENS
 from gnomon.parallel.mesh import Mesh, join
 from gnomon.parallel.pipeline import Work
 from gnomon.parallel.roll import named
-from gnomon.train import activations, balance, checkpoint, ranks, report
+from gnomon.train import activations, balance, checkpoint, ranks, report, scattered
 from gnomon.train import eye as eyes
-from gnomon.train.evaluate import HeldOut, frozen, held_out, share_answered
+from gnomon.train.evaluate import HeldOut, buckets, frozen, held_out
 from gnomon.train.material import Material, long_questions, prepare, stream
 from gnomon.train.metrics import Metrics, read
 from gnomon.train.muon import Muon
@@ -39,6 +40,9 @@ from gnomon.train.progress import Display
 from gnomon.train.qk_clip import clip_logits, watch
 from gnomon.train.recipe import TrainRecipe
 from gnomon.train.units import head_rows
+
+PICTURES = 64
+"""Pictures of each kind that are asked about in the middle of a run, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +151,7 @@ def run_steps(parts: Parts, start: int, offset: int, display: Display) -> RunSum
     whole = parts.spread.whole_model(parts.model)
     results = tuple(_final_evaluation(parts, whole, display))
     if whole is not None:
+        (recipe.run / "held_out.json").write_text(json.dumps([result.row() for result in results], indent=1) + "\n")
         report.write(recipe.run, whole, parts.material, results)
         display.say(f"report: {recipe.run / 'report.html'}")
     mesh.wait()
@@ -268,12 +273,16 @@ def restore(parts: Parts) -> tuple[int, int]:
 
 
 def evaluate(parts: Parts, context: int) -> dict[str, float]:
-    """Held-out loss in the middle of a run, as metrics; the first rank's work."""
+    """Held-out loss, and shares of pictures read, in the middle of a run, as metrics; the first rank's work."""
     model = parts.spread.whole_model(parts.model) if parts.material.held_out else None
     if model is None:
         return {}
     result = held_out(model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
-    return {"held_out_loss": result.loss, "held_out_bits_per_byte": result.bits_per_byte}
+    found = {"held_out_loss": result.loss, "held_out_bits_per_byte": result.bits_per_byte}
+    if parts.eye is not None:
+        read = eyes.read_pictures(eyes.around(parts.eye, model), parts.material, min(PICTURES, parts.recipe.evaluate.pictures))
+        found |= {f"pictures_{kind}": share for kind, (share, _) in read.items()}
+    return found
 
 
 def _final_evaluation(parts: Parts, model: Transformer | None, display: Display) -> list[HeldOut]:
@@ -285,8 +294,9 @@ def _final_evaluation(parts: Parts, model: Transformer | None, display: Display)
         found = held_out(model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
         with frozen(model):
             samples = max(1, parts.recipe.evaluate.tokens // context)
-            answers = share_answered(model, questions, context, samples)
-        results.append(replace(found, answers=answers))
+            answers = scattered.ask(model, questions, context, samples)
+        results.append(replace(found, answers=scattered.share(answers), kinds=scattered.by_kind(answers),
+                               distances=scattered.by_distance(answers, buckets(context))))
     if parts.eye is not None and results:
         display.say("held-out pictures")
         eye = eyes.around(parts.eye, model)

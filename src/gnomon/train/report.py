@@ -70,6 +70,10 @@ def _cards(run: Path, rows: charts.Rows, model: Transformer, material: Material,
         cards.append(card("Attention logits", text, charts.curve([r for r in rows if "max_logit" in r], "max_logit", "largest logit")))
     if results:
         cards.append(card("Held-out text", "Never trained on: documents chosen by a hash, or the ends of few documents.", _table(results)))
+    if any(r.kinds for r in results):
+        longest = max(s.context for s in recipe.stages)
+        text = "Share of the pieces of evidence that answers hold, by how far back a piece stands. Dotted: the longest window trained on."
+        cards.append(card("Scattered evidence", text, charts.distances(results, longest) + _kinds_table(results)))
     if results and results[0].pictures:
         text = "Pictures never trained on; an answer counts if it is right to the last letter."
         cards.append(card("Pictures", text, _picture_table(results[0])))
@@ -100,6 +104,16 @@ def _table(results: Sequence[HeldOut]) -> str:
              *(("" if r.answers is None else f"{r.answers:.0%}",) if asked else ())) for r in results)
     cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{cells}</table>"
+
+
+def _kinds_table(results: Sequence[HeldOut]) -> str:
+    """Whole answers right, by kind of task and length of window."""
+    asked = [r for r in results if r.kinds]
+    kinds = list(dict.fromkeys(kind for r in asked for kind in r.kinds))
+    head = "".join(f"<th>{name}</th>" for name in ("context", *map(html.escape, kinds)))
+    rows = "".join(f"<tr><td>{r.context:,}</td>" + "".join(f"<td>{r.kinds[k][0]:.0%}</td>" if k in r.kinds else "<td></td>" for k in kinds)
+                   + "</tr>" for r in asked)
+    return f"<table><tr>{head}</tr>{rows}</table>"
 
 
 def _picture_table(result: HeldOut) -> str:
