@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import hashlib
 import json
@@ -282,6 +283,45 @@ def test_a_stream_ends_in_time_and_says_why(port: int, made: dict[str, Any]) -> 
     assert "start" in events[0][1]["event"]
     assert events[1][1]["event"]["data"]["stdout"] == "YmVndW4K"
     assert (events[-1][0], events[-1][1]["error"]["code"]) == (2, "deadline_exceeded")
+
+
+def test_a_body_of_two_lengths_is_refused(port: int, made: dict[str, Any]) -> None:
+    """What a server in front might read as two requests is none here, and the connection ends."""
+    inner = "GET /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: " + KEYS[0] + "\r\n\r\n"
+    both = "Content-Length: 5\r\nTransfer-Encoding: chunked"
+    for headers in (both, "Content-Length: 5\r\nContent-Length: 6", "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+                    "Transfer-Encoding: xchunked", "Transfer-Encoding: gzip, chunked"):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEYS[0]}\r\n{headers}\r\n\r\n0\r\n\r\n{inner}".encode())
+            said = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := client.recv(4096):
+                    said += piece
+            assert said[9:12] in (b"400", b"501") and said.count(b"HTTP/1.1") == 1, headers
+
+
+def test_connections_are_bounded(tmp_path: Path) -> None:
+    settings = Settings(keys=KEYS)
+    live = server.server(server.build(HostBackend(tmp_path), settings), connections=2)  # type: ignore[arg-type]
+    thread = threading.Thread(target=lambda: asyncio.run(live.serve()))
+    thread.start()
+    try:
+        while not live.started and thread.is_alive():
+            thread.join(0.02)
+        address = live.servers[0].sockets[0].getsockname()
+        held = [socket.create_connection(address, timeout=60) for _ in range(2)]
+        for client in held:  # both have been taken
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 204")
+        with socket.create_connection(address, timeout=60) as third, contextlib.suppress(ConnectionError):
+            assert third.recv(100) == b""
+        held[0].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert held[0].recv(100).startswith(b"HTTP/1.1 204")
+        for client in held:
+            client.close()
+    finally:
+        live.should_exit = True
+        thread.join()
 
 
 def test_slow_clients_are_given_up(port: int, made: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ from gnomon.sandbox.sandbox import Snapshot
 MAX_DEPTH = 32
 """Layers that one mount names; a longer chain is merged, all but the lowest, since a mount's options have one page."""
 
-_FOLDERS = ("layers", "images", "cache", "scratch", "holds", "owners", "trash")
+_FOLDERS = ("layers", "images", "cache", "scratch", "holds", "owners", "trash", "reach", "gvisor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -29,6 +30,12 @@ from gnomon.sandbox.sandbox import Network
 
 Lookup = Callable[[str, int], Awaitable[Sequence[Address]]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+RESOLVERS = ThreadPoolExecutor(16, "gnomon-lookup")
+"""Threads of their own for looking up names: one that hangs holds up no file and no other work of this process."""
+
+LOOKUPS = 4
+"""How many names one sandbox may have looked up at a time, so that it cannot take all of them."""
 
 _HEAD_BYTES = 16_384
 _PIECE = 65_536
@@ -91,6 +98,7 @@ class Egress:
         self._pins: dict[str, tuple[float, Address]] = {}
         self._ways: dict[int, _Way] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lookups = asyncio.Semaphore(LOOKUPS)
         self._server: asyncio.Server | None = None
         self._folder: str | None = None
         self.replace(network)
@@ -224,7 +232,8 @@ class Egress:
         if found is None and pinned is not None and pinned[0] > time.monotonic():
             found = pinned[1]
         if found is None:
-            addresses = await self._lookup(host, port)
+            async with self._lookups:
+                addresses = await self._lookup(host, port)
             if not addresses:
                 raise Refused(502, f"{host} has no address")
             for address in addresses:
@@ -283,7 +292,8 @@ async def _shut(writer: asyncio.StreamWriter) -> None:
 async def look_up(host: str, port: int) -> Sequence[Address]:
     """The addresses of a name, by the machine's resolver. Raises `Refused` where it has none."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(RESOLVERS, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError) as error:
         raise Refused(502, f"{host} cannot be looked up ({error})") from None
     return [address for item in found if (address := literal(str(item[4][0]))) is not None]

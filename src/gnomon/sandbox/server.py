@@ -15,7 +15,7 @@ import hmac
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -35,6 +35,7 @@ from gnomon.sandbox.server_desk import Box, Desk, Settings
 ENVD_PORT = 49983
 DATA_PLANE = ("/process.Process/", "/filesystem.Filesystem/", "/files")
 MAX_CONTROL_BYTES = 1 << 20
+MAX_CONNECTIONS = 2048
 MAX_CALL_BYTES = 24 << 20
 HOST = re.compile(r"(\d{1,5})-([a-z0-9]{8,64})\.")
 
@@ -50,6 +51,9 @@ class Gate:
         """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        if ambiguous(scope["headers"]):
+            await Response("a body of two lengths", 400, {"Connection": "close"})(scope, receive, send)
             return
         request = Request(scope)
         patience = self.desk.settings.patience_seconds
@@ -91,6 +95,13 @@ class Gate:
         if request.scope["path"] == "/files" and "signature" in query and box is not None:
             return box.token if signed(request, box.token) else None
         return request.headers.get("x-access-token")
+
+
+def ambiguous(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a body has two lengths, or a coding that is not `chunked`: another server in front may have read another one."""
+    lengths = [value for name, value in headers if name == b"content-length"]
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    return len(lengths) + len(codings) > 1 or codings not in ([], [b"chunked"])
 
 
 def signed(request: Request, token: str) -> bool:
@@ -227,10 +238,15 @@ class PatientProtocol(H11Protocol):
     """HTTP/1.1 that gives up on a connection whose first request does not come in time."""
 
     patience_seconds = 10.0
+    most = 1
+    present: ClassVar[set[PatientProtocol]] = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
         super().connection_made(transport)
+        self.present.add(self)
+        if len(self.present) > self.most:
+            transport.abort()
         self.waiting = asyncio.get_running_loop().call_later(self.patience_seconds, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
@@ -242,6 +258,7 @@ class PatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
         self.waiting.cancel()
+        self.present.discard(self)
         super().connection_lost(exc)
 
     def _too_slow(self) -> None:
@@ -249,9 +266,15 @@ class PatientProtocol(H11Protocol):
             self.transport.close()
 
 
-def server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, patience_seconds: float = 10.0) -> uvicorn.Server:
-    """A server for an application of `build`, to be awaited with `.serve()`; a connection has `patience_seconds` for its first request."""
-    protocol = type("Protocol", (PatientProtocol,), {"patience_seconds": patience_seconds})
+def server(
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, patience_seconds: float = 10.0, connections: int = MAX_CONNECTIONS
+) -> uvicorn.Server:
+    """A server for an application of `build`, to be awaited with `.serve()`; a connection has `patience_seconds` for its first request.
+
+    Of more than `connections` at a time the further ones are closed at once.
+    """
+    fields = {"patience_seconds": patience_seconds, "most": connections, "present": set()}
+    protocol = type("Protocol", (PatientProtocol,), fields)
     config = uvicorn.Config(
         app, host=host, port=port, http=protocol, ws="none", log_level="warning", timeout_keep_alive=75,
         timeout_graceful_shutdown=5, server_header=False, date_header=False, access_log=False,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gnomon.errors import ConfigError, SandboxError
-from gnomon.sandbox import listing, owners, reaper, words
+from gnomon.sandbox import listing, owners, reaper, terminal, words
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.open import open_backend, survey
 from gnomon.sandbox.reach import call
@@ -29,6 +29,7 @@ KILLED = 128
 """Added to the number of the signal that ended a program, as a shell does."""
 
 TIMED_OUT = 124
+_terminals: dict[str, terminal.Shown] = {}
 GRACE_SECONDS = 60.0
 """How long a sandbox may outlive its program's time, to copy out and keep what there is."""
 
@@ -265,10 +266,12 @@ def _detach(parsed: argparse.Namespace, spec: dict[str, Any]) -> int:
 
 
 def _show(stream: str, data: bytes) -> None:
-    """Bytes as they come; a program's output need not be text."""
-    target = sys.stdout.buffer if stream == "stdout" else sys.stderr.buffer
-    target.write(data)
-    target.flush()
+    """Bytes as they come, which need not be text; on a terminal letters and colours alone."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    if target.isatty():
+        data = _terminals.setdefault(stream, terminal.Shown()).of(data)
+    target.buffer.write(data)
+    target.buffer.flush()
 
 
 def _feed(process: Process) -> None:

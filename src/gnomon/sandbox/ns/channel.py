@@ -29,11 +29,11 @@ class Refused(SandboxError):
 class Call:
     """One request: a future for the answer, and what to do with frames that come before it."""
 
-    __slots__ = ("answer", "fds", "on_frame")
+    __slots__ = ("answer", "on_fds", "on_frame")
 
     def __init__(self, answer: asyncio.Future[wire.Frame], on_frame: Callable[[wire.Frame], None] | None) -> None:
         self.answer, self.on_frame = answer, on_frame
-        self.fds: list[int] = []
+        self.on_fds: Callable[[list[int]], None] | None = None
 
 
 class Channel:
@@ -80,11 +80,14 @@ class Channel:
             self.space.clear()
 
     async def request(self, kind: int, numbers: Sequence[int] = (), strings: Sequence[bytes] = (),
-                      on_frame: Callable[[wire.Frame], None] | None = None) -> wire.Frame:  # fmt: skip
-        """Ask and wait for the answer; raises `Refused` with the reason, or `SandboxLost`."""
+                      on_frame: Callable[[wire.Frame], None] | None = None,
+                      on_fds: Callable[[list[int]], None] | None = None) -> wire.Frame:  # fmt: skip
+        """Ask and wait for the answer; raises `Refused` with the reason, or `SandboxLost`. Descriptors come in for `on_fds` alone."""
         call = self.number()
         answer = self.expect(call, on_frame)
         try:
+            if call in self.calls:
+                self.calls[call].on_fds = on_fds
             self.send(wire.pack(kind, call, numbers, strings))
             await self.space.wait()
             return await answer
@@ -93,7 +96,8 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+            room = socket.CMSG_SPACE(4 * 4) if any(call.on_fds is not None for call in self.calls.values()) else 0
+            data, ancillary, _, _ = self.socket.recvmsg(READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -128,10 +132,9 @@ class Channel:
             if call.answer.done():
                 self._drop(fds)
                 return
-            call.fds = fds
             call.answer.set_result((kind, number, numbers, strings))
-            if fds and call.on_frame is not None:
-                call.on_frame((wire.READY, number, tuple(fds), ()))
+            if call.on_fds is not None:
+                call.on_fds(fds)
             else:
                 self._drop(fds)
         elif kind == wire.ERROR:

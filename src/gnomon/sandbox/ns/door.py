@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -26,10 +27,12 @@ async def listener(channel: Channel) -> socket.socket:
     """A socket that listens on the sandbox's loopback."""
     received: list[int] = []
     try:
-        await channel.request(wire.LISTEN, (PORT,), (), lambda frame: received.extend(frame[2]) if frame[0] == wire.READY else None)
+        await channel.request(wire.LISTEN, (PORT,), on_fds=received.extend)
     except Refused as error:
         raise SandboxError(f"opening the sandbox's network: {error}") from None
     if len(received) != 1:
+        for descriptor in received:
+            os.close(descriptor)
         raise SandboxError("opening the sandbox's network: it handed over no socket")
     connection = socket.socket(fileno=received[0])
     if connection.family != socket.AF_INET or not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

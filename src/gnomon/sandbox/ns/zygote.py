@@ -15,20 +15,17 @@ import signal
 import socket
 import sys
 
-from gnomon.sandbox.ns import agent, birth, calls, cgroups, layers, mounts, seccomp, skeleton, wire
+from gnomon.sandbox.ns import agent, birth, calls, cgroups, layers, mounts, seccomp, skeleton, users, wire
 
-USERS = 65536
 MAX_REQUEST = 1 << 18
-FIRST_USER = 1 << 20
-
 
 class Box:
     """A sandbox as the zygote knows it: its first process (0 once that has ended), its group, its writable layer."""
 
-    __slots__ = ("group", "pid", "upper", "waiting")
+    __slots__ = ("group", "owner", "pid", "upper", "waiting")
 
     def __init__(self, upper: str) -> None:
-        self.upper, self.pid = upper, 0
+        self.upper, self.pid, self.owner = upper, 0, 0
         self.group: cgroups.Group | None = None
         self.waiting: list[tuple[int, bool]] = []
 
@@ -41,7 +38,6 @@ class Zygote:
         self.owner = os.pidfd_open(owner)
         self.boxes: dict[str, Box] = {}
         self.copies: dict[int, tuple[int, str]] = {}
-        self.count = 0
         self.rootless = os.geteuid() != 0
         self.groups = cgroups.Cgroups()
         if self.rootless:
@@ -52,6 +48,7 @@ class Zygote:
             stand_in()
         else:
             calls.unshare(calls.NEWNS)
+        self.ranges = users.Ranges(() if self.rootless else users.PLACES)
         self.pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.folder = mounts.workshop(avoid)
         os.mkdir(f"{self.folder}/base")
@@ -86,43 +83,42 @@ class Zygote:
             box = self.boxes[order.name] = Box(mounts.make_upper(self.folder, order.name, order.disk, order.inodes))
             if order.host:
                 os.mkdir(f"{box.upper}/upper/usr", 0o755)
-        users = owner = 0
+        space = 0
         try:
             order.upper = box.upper
             order.layers = [self.layer(name) for name in order.layers]
             if self.groups.folders:
                 box.group = self.groups.make(order.name, order.memory, order.cpus_percent, order.processes)
             if not self.rootless:
-                self.count += 1
-                owner = FIRST_USER + USERS * ((os.getpid() * 512 + self.count) % 60000)
-                users = calls.user_namespace(owner, USERS)
+                box.owner = self.ranges.take()
+                space = calls.user_namespace(box.owner, users.USERS)
             calls.unshare(calls.NEWPID)
             box.pid = os.fork()
             if box.pid == 0:
-                self.child(order, box, users, owner, control)
+                self.child(order, box, space, control)
         except BaseException:
             if fresh:
                 self.clear(order.name)
             raise
         finally:
-            if users:
-                os.close(users)
+            if space:
+                os.close(space)
             calls.setns(self.pids, calls.NEWPID)
         if box.group is not None:
             box.group.close_joins()
         self.reply(wire.pack(wire.OK, call, (0 if self.rootless else box.pid,)))  # an ordinary user's has its own process list
 
-    def child(self, order: birth.Order, box: Box, users: int, owner: int, control: int) -> None:
+    def child(self, order: birth.Order, box: Box, space: int, control: int) -> None:
         """In the new process: become the sandbox, serve, and never return."""
         joins = box.group.joins if box.group is not None else []
         try:
             calls.prctl(calls.PR_PDEATHSIG, signal.SIGKILL)  # and again at the end: a change of user takes it back
             signal.set_wakeup_fd(-1)
             calls.name_process("gnomon-agent")
-            kept = sorted({0, 1, 2, control, users, self.place.base, *joins})
+            kept = sorted({0, 1, 2, control, space, self.place.base, *joins})
             close_others(kept)
-            birth.become(self.place, order, users, owner, self.counted)
-            for fd in {users, self.place.base} - {0}:
+            birth.become(self.place, order, space, box.owner, self.counted)
+            for fd in {space, self.place.base} - {0}:
                 os.close(fd)
             agent.Agent(control, joins, 0 if self.counted else order.memory, order.processes, order.workdir).serve()
         except BaseException as error:  # noqa: BLE001 - the host must hear of it, whatever it is
@@ -150,9 +146,16 @@ class Zygote:
         """Give back the group and the files of a sandbox without processes."""
         box = self.boxes.pop(name, None)
         if box is not None:
+            self.free_users(box)
             if box.group is not None:
                 box.group.remove()
             mounts.drop_upper(box.upper)
+
+    def free_users(self, box: Box) -> None:
+        """Its processes have ended, so its users are free: files that stay have no owner but those of the image."""
+        if box.owner:
+            self.ranges.give(box.owner)
+            box.owner = 0
 
     def reap(self) -> None:
         """Take note of everything that has ended."""
@@ -168,6 +171,7 @@ class Zygote:
     def ended(self, name: str, box: Box) -> None:
         """A sandbox has no processes any more; its files stay if somebody asked for that."""
         box.pid = 0
+        self.free_users(box)
         waiting, box.waiting = box.waiting, []
         group, box.group = box.group, None
         if not waiting or not all(keep for _, keep in waiting):
