@@ -17,6 +17,7 @@ from gnomon.errors import ConfigError, GnomonError
 from gnomon.extend import suggestion
 from gnomon.plan import command as plan
 from gnomon.posttrain import command as posttrain
+from gnomon.posttrain.lab import command as lab
 from gnomon.sandbox import command as sandbox
 from gnomon.serve import command as serve
 from gnomon.serve import verify_command as verify
@@ -52,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     posttrain.declare(verbs.add_parser("sft", help="fine-tune on conversations, quantisation-aware; the same command again resumes"))
     posttrain.declare(verbs.add_parser("rl", help="reinforce a model on problems that are graded, at one effort; resumes"))
     posttrain.declare(verbs.add_parser("distill", help="several teachers, one for each domain and effort, into one student; resumes"))
+    lab.declare(verbs.add_parser("lab", help="post-training in miniature: nine experts, one student, the report; resumes"))
     serve.declare_serve(verbs.add_parser("serve", help="OpenAI- and Anthropic-compatible API and a chat page for a model"))
     serve.declare_chat(verbs.add_parser("chat", help="talk to a model in the terminal"))
 
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gnomon: error: {_one_line(error)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        resumes = "; the same command again goes on from there" if arguments[:1] in (["train"], ["tour"], ["eval"]) else ""
+        resumes = "; the same command again goes on from there" if arguments[:1] in (["train"], ["tour"], ["eval"], ["lab"]) else ""
         print(f"\ngnomon: interrupted{resumes}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `gnomon show … | head`: the reader has what it wanted
@@ -126,7 +128,7 @@ def _show(parsed: argparse.Namespace) -> None:
     if path.is_dir():
         path = path / "recipe.toml"
     if path.suffix == ".toml":
-        kinds = {"serve": "gnomon.serve.settings", "eval": "gnomon.agent.evaluate_recipe"}
+        kinds = {"serve": "gnomon.serve.settings", "eval": "gnomon.agent.evaluate_recipe", "lab": "gnomon.posttrain.lab.recipe"}
         kind = "eval" if (path.parent / "eval.json").exists() else path.stem.split("-")[0]
         load = importlib.import_module(kinds.get(kind, "gnomon.train.recipe")).load
         print(to_toml(load(path, tuple(parsed.overrides)), docs=True), end="")
@@ -158,7 +160,7 @@ def _kernels(parsed: argparse.Namespace) -> None:
 
 VERBS = {"tour": _tour, "train": train.train, "sample": train.sample, "export": train.export, "serve": serve.serve, "chat": serve.chat,
          "eval": agent.run, "verify": verify.run, "show": _show, "sandbox": sandbox.run, "plan": plan.run, "kernels": _kernels,
-         "sft": posttrain.sft, "rl": posttrain.rl, "distill": posttrain.distill}
+         "sft": posttrain.sft, "rl": posttrain.rl, "distill": posttrain.distill, "lab": lab.run}
 
 if __name__ == "__main__":
     sys.exit(main())

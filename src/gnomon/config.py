@@ -255,6 +255,9 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, (Mapping,)) or dataclasses.is_dataclass(value):
-        return "{" + ", ".join(f"{toml_key(k)} = {_toml(v)}" for k, v in to_dict(value).items()) + "}"
+    if dataclasses.is_dataclass(value):
+        value = {f.name: item for f in dataclasses.fields(value) if f.init
+                 if (item := getattr(value, f.name)) is not None or _may_be_none(value, f.name)}
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     return toml_string(str(value))

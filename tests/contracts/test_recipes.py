@@ -10,12 +10,13 @@ import torch
 from gnomon.config import to_toml
 from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
+from gnomon.posttrain.lab.recipe import load as read_lab
 from gnomon.serve.settings import ServeSettings
 from gnomon.serve.settings import load as read_settings
 from gnomon.train.recipe import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
-RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem not in ("serve", "eval", "sft"))
+RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem not in ("serve", "eval", "sft", "lab"))
 
 
 def test_there_are_recipes() -> None:
@@ -41,6 +42,14 @@ def test_recipe_has_a_model_that_can_be_built(path: Path) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_says_what_it_is_for(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# "), "begin with a comment: what this run is for, and on what machine"
+
+
+def test_the_recipe_of_the_lab_reads_back(tmp_path: Path) -> None:
+    recipe = read_lab(FOLDER / "lab.toml")
+    for docs in (False, True):
+        (tmp_path / "lab.toml").write_text(to_toml(recipe, docs=docs))
+        assert read_lab(tmp_path / "lab.toml") == recipe
+    assert len(recipe.cells) == 9 and recipe.evaluate.problems >= 300
 
 
 def test_the_server_recipe_has_every_setting_with_its_line() -> None:

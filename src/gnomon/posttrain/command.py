@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gnomon.posttrain.effort import Budgets
     from gnomon.posttrain.problem import ProblemSource
     from gnomon.posttrain.recipe import RLRecipe
+    from gnomon.posttrain.rollout import Rollout
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,7 @@ def sft(parsed: argparse.Namespace) -> None:
 
 def rl(parsed: argparse.Namespace) -> None:
     """Reinforce one cell."""
+    from gnomon.model.runs import latest
     from gnomon.posttrain.recipe import load_rl
     from gnomon.posttrain.rl import Start, train
 
@@ -52,7 +54,10 @@ def rl(parsed: argparse.Namespace) -> None:
     model, folder = starting(recipe.start_from)
     keep_tokenizer(folder, recipe.run)
     source = source_of(recipe.problems)
-    start = Start(model=model, source=source, budgets=_budgets(recipe, model, source, say), seed=recipe.seed, say=say)
+    cold = model if recipe.cold_start is None else starting(recipe.cold_start)[0]
+    if recipe.gate and latest(recipe.run) is None:
+        _ask(recipe, cold, source, say)
+    start = Start(model=model, source=source, budgets=_budgets(recipe, cold, source, say), seed=recipe.seed, say=say)
     rows = train(start, recipe.train, recipe.run)
     for row in rows[-1:]:
         say(f"{recipe.run}: accuracy {row['accuracy']:.2f}, within budget {row['score']:.2f}, T {row['spent']:.1f}")
@@ -128,22 +133,56 @@ def source_of(name: str) -> ProblemSource:
     return made
 
 
-def _budgets(recipe: RLRecipe, model: Transformer, source: ProblemSource, say: Any) -> Budgets | None:
-    """b0 from its file, or measured on the weights that the run starts from."""
-    from gnomon.posttrain import effort
+def _ask(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: Any) -> None:
+    """The gate: is the cold start more often right where it thinks longer? Raises `TrainingError` with the picture's place where not."""
+    from gnomon.errors import TrainingError
+    from gnomon.posttrain import gate
+    from gnomon.posttrain.grading import Grading
+
+    sampling = recipe.train.sampling
+    with Grading(sampling.graders, sampling.grader_seconds) as grading:
+        sampling.sampler(cold, 0).sample(_fresh(recipe, source, recipe.gate, 8), on_finished=grading.submit)
+        rollouts = grading.collect()
+    domains = dict.fromkeys(each.problem.domain for each in rollouts)
+    gates = [gate.measured(domain, [r for r in rollouts if r.problem.domain == domain]) for domain in domains]
+    picture = recipe.run / "gate.svg"
+    recipe.run.mkdir(parents=True, exist_ok=True)
+    picture.write_text(gate.picture(gates), encoding="utf-8")
+    for each in gates:
+        say(f"gate of {each.domain}: {each.gain:+.2f} from the shortest to the longest third ({each.low:+.2f} to {each.high:+.2f})")
+    try:
+        gate.require(gates)
+    except TrainingError as error:
+        raise TrainingError(f"{error}. The picture: {picture}") from None
+
+
+def _fresh(recipe: RLRecipe, source: ProblemSource, count: int, purpose: int) -> list[Rollout]:
     from gnomon.posttrain.rollout import Rollout, seed_of
+
+    return [Rollout(problem=source.problem(i), group=i, member=0, seed=seed_of(recipe.seed, purpose, i)) for i in range(count)]
+
+
+def _budgets(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: Any) -> Budgets | None:
+    """b0 from its file, or measured on the cold start. Raises `ConfigError` for a file that belongs to other weights."""
+    from gnomon.errors import ConfigError
+    from gnomon.posttrain import effort
+    from gnomon.posttrain.keeping import fingerprint
 
     if recipe.budgets is None:
         return None
+    where, name = recipe.cold_start or recipe.start_from, fingerprint(cold)
     if recipe.budgets.exists():
-        return effort.Budgets.load(recipe.budgets)
-    rollouts = [Rollout(problem=source.problem(i), group=i, member=0, seed=seed_of(recipe.seed, 9, i))
-                for i in range(recipe.budget_rollouts)]
-    found = effort.measure(recipe.train.sampling.sampler(model, 0).sample(rollouts).finished, str(recipe.start_from))
+        known = effort.Budgets.load(recipe.budgets)
+        if known.measured_on != name:
+            raise ConfigError(f"'budgets' is {recipe.budgets}, measured on weights {known.measured_on}, but {where} has {name}; name the "
+                              "checkpoint that it was measured on as 'cold_start', or another file, to measure anew")
+        return known
+    rollouts = _fresh(recipe, source, recipe.budget_rollouts, 9)
+    found = effort.measure(recipe.train.sampling.sampler(cold, 0).sample(rollouts).finished, name)
     recipe.budgets.parent.mkdir(parents=True, exist_ok=True)
     found.save(recipe.budgets)
     shown = ", ".join(f"{domain}/{kind} {tokens:.1f}" for (domain, kind), tokens in sorted(found.tokens.items()))
-    say(f"b0 measured on {recipe.start_from}: {shown}")
+    say(f"b0 measured on {where}: {shown}")
     return found
 
 

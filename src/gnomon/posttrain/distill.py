@@ -123,7 +123,9 @@ def distill(start: Start, teachers: Teachers, config: DistillConfig, folder: Pat
             sampled = time.perf_counter() - began
             lessons = prepare(iteration, teachers, cells, config)
             asked = time.perf_counter() - began - sampled
-            row = {"step": step + 1, **learn(made, lessons, cells, start.seed, config, step), "carried": iteration.carried,
+            read = sum(len(each.document.token_ids) for each in lessons)
+            row = {"step": step + 1, **learn(made, lessons, cells, start.seed, config, step), "read_tokens": read, "trained_tokens": read,
+                   "teacher_tokens": read, "carried": iteration.carried,
                    "dropped": iteration.dropped, "sampled_tokens": iteration.sampled_tokens, "sampling_seconds": sampled,
                    "teacher_seconds": asked, "seconds": time.perf_counter() - began}
             metrics.write(row)

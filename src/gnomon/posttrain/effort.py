@@ -53,6 +53,27 @@ class TauConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CellTau:
+    """tau of one cell, for a run over several."""
+
+    domain: str = setting(doc="domain of the cell")
+    effort: str = setting(doc="effort of the cell")
+    tau: TauConfig = setting(doc="its tau over the run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tau:
+    """tau at one step: `default`, and what cells have of their own."""
+
+    default: float
+    cells: Mapping[tuple[str, str], float]
+
+    def of(self, rollout: Rollout) -> float:
+        """tau of a rollout's cell."""
+        return self.cells.get(rollout.problem.cell, self.default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Budgets:
     """b0 by (domain, kind), and the fingerprint of the weights that it was measured on."""
 

@@ -7,6 +7,7 @@ other reader of runs take the folder. Read next: `rl.py`, `distill.py`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from gnomon import config as toml
 from gnomon.config import setting
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model.config import ModelConfig
+from gnomon.model.transformer import Transformer
 from gnomon.posttrain.learner import Learner
 from gnomon.train import checkpoint
 from gnomon.train.metrics import Metrics
@@ -107,6 +109,15 @@ class Kept:
         """The run's metrics, cut back to where the checkpoint was taken."""
         with Metrics(self.folder, offset, step) as opened:
             yield opened
+
+
+def fingerprint(model: Transformer) -> str:
+    """A name for a model's weights: the same for the same bits, and for no others."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(checkpoint.model_tensors(model).items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def kept_folder(run: Path, step: int) -> Path:

@@ -48,7 +48,13 @@ class RLRecipe:
     problems: str = setting(doc="dotted path your_pkg.tasks:Source")
     budgets: Path | None = setting(None, "file of b0, measured on the cold start if it is not there yet; none: no budget binds")
     budget_rollouts: int = setting(300, "rollouts of the cold start that b0 is measured on")
+    cold_start: Path | None = setting(None, "run folder that b0 belongs to; none: start_from")
+    gate: int = setting(0, "above 0: first ask so many rollouts of the cold start whether thinking helps; refuse where not")
     train: RLConfig = setting(RLConfig(), "steps, pool, objective, effort")
+
+    def __post_init__(self) -> None:
+        if self.budget_rollouts < 1 or self.gate < 0:
+            raise ConfigError(f"'budget_rollouts' {self.budget_rollouts} must be at least 1 and 'gate' {self.gate} not negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from gnomon.config import setting
 from gnomon.errors import ConfigError
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain import effort, learner, objective
-from gnomon.posttrain.effort import Budgets, TauConfig
+from gnomon.posttrain.effort import Budgets, CellTau, Tau, TauConfig
 from gnomon.posttrain.grading import Grading
 from gnomon.posttrain.keeping import KeepConfig, Kept
 from gnomon.posttrain.learner import Document, Learner, LearnerConfig
@@ -64,6 +64,7 @@ class RLConfig:
     objective: ObjectiveConfig = setting(ObjectiveConfig(), "what is minimised")
     learner: LearnerConfig = setting(LearnerConfig(), "optimiser")
     tau: TauConfig = setting(TauConfig(), "budget over the run")
+    cells: tuple[CellTau, ...] = setting((), "cells with a tau of their own, for a run over several")
     largest_gap: float = setting(1e-3, "alarm when trainer and sampler differ by more than this log-probability on average")
     keep: KeepConfig = setting(KeepConfig(), "checkpoints")
 
@@ -72,6 +73,16 @@ class RLConfig:
             raise ConfigError(f"'steps' {self.steps} and 'updates' {self.updates} must be at least 1")
         if self.pool.group_size < 2:
             raise ConfigError(f"'pool.group_size' is {self.pool.group_size}; the mean of a group needs at least 2 rollouts")
+
+    @property
+    def bound(self) -> bool:
+        """Whether any budget binds."""
+        return any(each.target is not None for each in (self.tau, *(cell.tau for cell in self.cells)))
+
+    def tau_at(self, step: int) -> Tau:
+        """tau of each cell at a 0-based step."""
+        own = {(each.domain, each.effort): each.tau.at(step, self.steps) for each in self.cells}
+        return Tau(default=self.tau.at(step, self.steps), cells=own)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -90,7 +101,7 @@ def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = Non
 
     Raises `ConfigError` for a budget without measured b0, `TrainingError` for numbers that are not finite.
     """
-    if config.tau.target is not None and start.budgets is None:
+    if config.bound and start.budgets is None:
         raise ConfigError(f"'tau.target' is {config.tau.target}, but no b0 was measured; measure it on the cold-start checkpoint first")
     made = Learner(start.model, config.learner, config.steps * config.updates)
     pool, watch = Pool(start.source, config.pool, start.seed), Watch(config.largest_gap)
@@ -127,9 +138,11 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """What the updates of one iteration saw: outcomes with their token counts, gaps between trainer and sampler, gradient norms."""
+    """What the updates of one iteration saw: outcomes with their token counts, how many ids the trainer read, gaps between trainer and
+    sampler, gradient norms."""
 
     outcomes: list[tuple[objective.Outcome, int]] = field(default_factory=list)
+    trained: int = 0
     gaps: list[Tensor] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -142,13 +155,13 @@ class Seen:
             "loss": sum(outcome.loss.item() for outcome, _ in self.outcomes), "gradient_norm": sum(self.norms) / max(1, len(self.norms)),
             "kept": sum(o.kept * n for o, n in self.outcomes) / total if self.outcomes else 1.0,
             "log_ratio": sum(o.log_ratio * n for o, n in self.outcomes) / total,
-            "gap": gaps.mean().item(), "largest_gap": gaps.max().item(),
+            "gap": gaps.mean().item(), "largest_gap": gaps.max().item(), "trained_tokens": self.trained,
         }
 
 
 def learn(made: Learner, iteration: Iteration, start: Start, config: RLConfig, step: int) -> dict[str, Any]:
     """The updates of one iteration; returns its metrics."""
-    tau, groups, seen = config.tau.at(step, config.steps), iteration.groups, Seen()
+    tau, groups, seen = config.tau_at(step), iteration.groups, Seen()
     rewards = torch.tensor([[_reward(r, start, tau, step, config) for r in group.rollouts] for group in groups], dtype=torch.float64)
     advantages = objective.group_advantages(rewards, config.objective)
     order = np.random.default_rng(seed_of(start.seed, step, 1)).permutation(len(groups)).tolist()
@@ -182,20 +195,21 @@ def _loss(made: Learner, piece: Piece, config: RLConfig, seen: Seen, first: bool
     if first:  # before the first update the trainer's policy is the one that sampled
         seen.gaps.append((logprobs.detach() - laid.behaviour).abs()[piece.fresh.to(laid.owner.device)[laid.owner]])
     seen.outcomes.append((outcome, len(laid.targets)))
+    seen.trained += laid.tokens.shape[1]
     return outcome.loss
 
 
-def _reward(rollout: Rollout, start: Start, tau: float, step: int, config: RLConfig) -> float:
+def _reward(rollout: Rollout, start: Start, tau: Tau, step: int, config: RLConfig) -> float:
     if rollout.oldest is not None and step - rollout.oldest >= config.pool.most_stale:
         return math.nan
-    return effort.reward(rollout, start.budgets, tau)
+    return effort.reward(rollout, start.budgets, tau.of(rollout))
 
 
-def _measured(iteration: Iteration, budgets: Budgets | None, tau: float) -> dict[str, Any]:
+def _measured(iteration: Iteration, budgets: Budgets | None, tau: Tau) -> dict[str, Any]:
     """How good and how long the answers were."""
     scored = [r for group in iteration.groups for r in group.rollouts if r.score is not None and r.score.reward is not None]
     count = max(1, len(scored))
-    over = [budgets is not None and budgets.over(r, tau) for r in scored]
+    over = [budgets is not None and budgets.over(r, tau.of(r)) for r in scored]
     rewards = [r.score.reward for r in scored if r.score is not None and r.score.reward is not None]
     sampled = sum(len(r.sampled) for r in scored)
     return {
@@ -204,5 +218,6 @@ def _measured(iteration: Iteration, budgets: Budgets | None, tau: float) -> dict
         "over_budget": sum(over) / count, "spent": sum(r.spent for r in scored) / count, "unfinished_answers": sum(
             r.end == "length" for r in scored) / count,
         "entropy": -sum(sum(r.logprobs) for r in scored) / max(1, sampled), "groups": len(iteration.groups), "tokens": sampled,
+        "read_tokens": sum(len(r.token_ids) for group in iteration.groups for r in group.rollouts),
         "sampled_tokens": iteration.sampled_tokens, "carried": iteration.carried, "dropped": iteration.dropped, "failed": iteration.failed,
     }

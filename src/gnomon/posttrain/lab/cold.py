@@ -1,0 +1,155 @@
+"""The cold start in its phases, the gate before reinforcement, and training under quantisation against quantising afterwards.
+
+Read next: `desk.py`; `gnomon/posttrain/sft.py`, `gate.py` and `effort.py`, which do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gnomon.errors import TrainingError
+from gnomon.kernels.mxfp import fake_mxfp4
+from gnomon.model import runs
+from gnomon.model.config import ModelConfig
+from gnomon.model.experts import RoutedExperts
+from gnomon.model.transformer import Transformer
+from gnomon.posttrain import effort
+from gnomon.posttrain import gate as gates
+from gnomon.posttrain.demonstrations import Example
+from gnomon.posttrain.keeping import fingerprint
+from gnomon.posttrain.lab import scores
+from gnomon.posttrain.lab.desk import Desk, history
+from gnomon.posttrain.lab.recipe import PhaseConfig
+from gnomon.posttrain.learner import Learner, LearnerConfig
+from gnomon.posttrain.rollout import seed_of
+from gnomon.posttrain.sft import fit, mean_loss, quantised
+
+Arm = Literal["full", "mxfp4", "two bits"]
+BLOCK = 32  # weights that share a scale
+
+
+def phase(desk: Desk) -> dict[str, Any]:
+    """One phase of the cold start, from the one before."""
+    number = desk.job.phase
+    config = desk.recipe.cold[number]
+    model = _beginning(desk, number, _shape(desk.recipe.model, config.quantised))
+    fit(model, _texts(desk, config, number), config.train, desk.folder, seed=desk.draws, say=desk.say)
+    rows = history(desk.folder)
+    return {"steps": len(rows), "tokens": sum(row["tokens"] for row in rows), "loss": rows[-1]["loss"]}
+
+
+def _shape(model: ModelConfig, serves: bool) -> ModelConfig:
+    """In full precision, or with experts as they are served."""
+    return quantised(model, "mxfp4" if serves else "full", "mxfp8" if serves else "full")
+
+
+def _beginning(desk: Desk, number: int, shape: ModelConfig) -> Transformer:
+    """The weights that a phase begins with, in a shape of its own."""
+    model = Transformer(shape).initialise(desk.seed)
+    if number:
+        before = desk.root / f"cold/{number}"
+        model.load_state_dict(runs.load_model(before)[0].state_dict())
+    return model
+
+
+def _texts(desk: Desk, config: PhaseConfig, number: int, count: int | None = None) -> list[Example]:
+    seed = seed_of(desk.seed, 21, number)
+    lines = (desk.tasks.demonstration(i, seed, config.dense) for i in range(count or config.texts))
+    return [Example(token_ids=line.token_ids, weights=line.weights) for line in lines]
+
+
+def gate(desk: Desk) -> dict[str, Any]:
+    """Measure the gate and b0 on the cold start, shut domains out, and say how good the cold start is in every cell.
+
+    Raises `TrainingError` where no domain's gate opens, or one does not and the recipe says to stop.
+    """
+    recipe, model = desk.recipe, desk.cold_model()
+    cells = tuple((each.name, "max") for each in recipe.domains)
+    rollouts = scores.answers(recipe.expert.sampling, recipe.expert.sampling.sampler(model, 0), desk.tasks, cells,  # type: ignore[arg-type]
+                              seed=desk.seed, split="gate", each=recipe.gate.rollouts)
+    found = [gates.measured(domain, [r for r in rollouts if r.problem.domain == domain]) for domain, _ in cells]
+    (desk.folder / "gate.svg").write_text(gates.picture(found), encoding="utf-8")
+    shut = [each.domain for each in found if not each.opens]
+    if recipe.gate.shut == "stop" or len(shut) == len(found):
+        try:
+            gates.require(found)
+        except TrainingError as error:
+            raise TrainingError(f"{error}. The picture: {desk.folder / 'gate.svg'}") from None
+    for domain in shut:
+        desk.say(f"the gate of '{domain}' is shut: thinking does not help its cold start; it is left out ({desk.folder / 'gate.svg'})")
+    budgets = effort.measure(rollouts, fingerprint(model))
+    budgets.save(desk.folder / "budgets.json")
+    return {"shut": shut, "gates": [_told(each) for each in found], "budgets": {"/".join(k): v for k, v in sorted(budgets.tokens.items())},
+            "measured_on": budgets.measured_on,
+            "cells": scores.evaluated(recipe, model, desk.tasks, recipe.cells, budgets, seed=desk.seed)}
+
+
+def _told(found: gates.Gate) -> dict[str, Any]:
+    bins = [{"first": b.first, "last": b.last, "count": b.count, "accuracy": b.accuracy, "interval": [b.low, b.high]} for b in found.bins]
+    return {"domain": found.domain, "opens": found.opens, "gain": found.gain, "interval": [found.low, found.high], "bins": bins}
+
+
+def quantisation(desk: Desk) -> dict[str, Any]:
+    """The last phase again from the same weights and on the same texts, with experts in full precision, in MXFP4 and in two bits; then
+    each result with its experts as trained, rounded to MXFP4, and rounded to two bits: losses on held-out texts and accuracies."""
+    recipe, number = desk.recipe, len(desk.recipe.cold) - 1
+    config = recipe.cold[number]
+    texts = _texts(desk, config, number, recipe.quantisation.texts)
+    held = [Example(token_ids=line.token_ids, weights=line.weights) for line in (
+        desk.tasks.demonstration(i, seed_of(desk.seed, 22), 0.0) for i in range(recipe.evaluate.held_out))]
+    budgets, rows = effort.Budgets(tokens={}), []
+    cells = tuple((each.name, "max") for each in recipe.domains)
+    trained: tuple[Arm, ...] = ("full", "mxfp4", "two bits")
+    for arm in trained:
+        model = _rounded(_beginning(desk, number, recipe.model), arm)
+        fit(model, texts, config.train, desk.folder / arm.replace(" ", "-"), seed=desk.draws, say=desk.say)
+        for served in dict.fromkeys((arm, "mxfp4", "two bits")):
+            shown = _baked(model, served)
+            loss = mean_loss(Learner(shown, LearnerConfig(), 1), held)
+            found = scores.evaluated(recipe, shown, desk.tasks, cells, budgets, seed=desk.seed)  # type: ignore[arg-type]
+            rows.append({"trained": arm, "served": served, "loss": loss, "cells": found})
+    return {"rows": rows}
+
+
+def _rounded(model: Transformer, arm: Arm) -> Transformer:
+    """The model with experts that act rounded, straight through; the parameters stay the masters."""
+    roundings: dict[Arm, Callable[[Tensor], Tensor]] = {"mxfp4": fake_mxfp4, "two bits": fake_two_bits}
+    for experts in _experts(model) if arm in roundings else ():
+        experts.lookup = lambda own=experts, make=roundings[arm]: (make(own.w1), make(own.w3), make(own.w2))  # type: ignore[misc]
+    return model
+
+
+@torch.no_grad()
+def _baked(model: Transformer, arm: Arm) -> Transformer:
+    """A copy whose parameters are rounded: what a file would hold."""
+    copy = Transformer(model.config)
+    copy.load_state_dict(model.state_dict())
+    for experts in _experts(copy):
+        for weight in (experts.w1, experts.w3, experts.w2) if arm != "full" else ():
+            weight.copy_(fake_mxfp4(weight) if arm == "mxfp4" else fake_two_bits(weight))
+    return copy.eval()
+
+
+def _experts(model: Transformer) -> Sequence[RoutedExperts]:
+    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
+
+
+def fake_two_bits(weight: Tensor) -> Tensor:
+    """Four levels, -3, -1, 1 and 3 times a scale that each block of 32 shares, with the identity as gradient: a format so coarse that it
+    must be felt. The scale puts the mean magnitude of a block on the mean of its levels."""
+    with torch.no_grad():
+        blocks = weight.reshape(*weight.shape[:-1], -1, BLOCK)
+        scale = (blocks.abs().mean(-1, keepdim=True) / 2).clamp(min=torch.finfo(weight.dtype).tiny)
+        levels = 2 * torch.clamp((blocks / scale / 2).floor(), -2, 1) + 1
+        rounded = (levels * scale).reshape(weight.shape)
+    return weight + (rounded - weight).detach()
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Where the runs of the comparison are."""
+    return [folder / name for name in ("full", "mxfp4", "two-bits")]
