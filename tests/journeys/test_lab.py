@@ -152,7 +152,7 @@ def test_every_stage_and_a_kill_between(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("overrides", "message"), [
     (("domains=[{name=\"flies\"}]",), "'domains' names flies, but 'long_answers:Tasks' has walks, runs"),
     (("model.vocab_size=9",), "'model.vocab_size' is 9, but the tasks have an id"),
-    (("domains=[{name=\"walks\", max={steps=3}, low={early=9, tau={target=1}}}]",), "'low.early' is 9, but max has 3 steps"),
+    (("domains=[{name=\"walks\", max={steps=3}}]",), "'high.early' is 12, but max has 3 steps"),
     (("domains=[{name=\"walks\", low={}}]",), "'low.tau.target' is missing"),
     (("teachers=[{domain=\"walks\", effort=\"most\", run=\"x\"}]",), "'teachers' names walks/most; cells are walks at low, high, max"),
     (("expert.tau.target=1.0",), "'expert.tau' is set; budgets belong to the cells"),
