@@ -15,7 +15,7 @@ class Tasks:
 
     domains = ("walks", "runs")
 
-    def demonstration(self, index: int, seed: int, dense: float) -> Line:
+    def demonstration(self, index: int, seed: int, dense: float, shares: Any) -> Line:
         rng = random.Random(f"{index} {seed} {dense}")
         answer = [rng.randrange(10, 20) for _ in range(rng.randrange(1, 8))]
         return Line(token_ids=(1, 5, *answer, STOP), weights=(0.0, 0.0, *[1.0] * (len(answer) + 1)))

@@ -59,7 +59,7 @@ def _beginning(desk: Desk, number: int, shape: ModelConfig) -> Transformer:
 
 def _texts(desk: Desk, config: PhaseConfig, number: int, count: int | None = None) -> list[Example]:
     seed = seed_of(desk.seed, 21, number)
-    lines = (desk.tasks.demonstration(i, seed, config.dense) for i in range(count or config.texts))
+    lines = (desk.tasks.demonstration(i, seed, config.dense, config.shares) for i in range(count or config.texts))
     return [Example(token_ids=line.token_ids, weights=line.weights) for line in lines]
 
 
@@ -101,7 +101,7 @@ def quantisation(desk: Desk) -> dict[str, Any]:
     config = recipe.cold[number]
     texts = _texts(desk, config, number, recipe.quantisation.texts)
     held = [Example(token_ids=line.token_ids, weights=line.weights) for line in (
-        desk.tasks.demonstration(i, seed_of(desk.seed, 22), 0.0) for i in range(recipe.evaluate.held_out))]
+        desk.tasks.demonstration(i, seed_of(desk.seed, 22), 0.0, config.shares) for i in range(recipe.evaluate.held_out))]
     budgets, rows = effort.Budgets(tokens={}), []
     cells = tuple((each.name, "max") for each in recipe.domains)
     trained: tuple[Arm, ...] = ("full", "mxfp4", "two bits")

@@ -31,12 +31,15 @@ class PhaseConfig:
 
     texts: int = setting(20_000, "demonstrations that it learns from")
     dense: float = setting(0.0, "share of them that are small facts rather than whole solutions")
+    shares: dict[str, float] = setting(factory=dict, doc="share of each domain in them; nothing: all alike")
     quantised: bool = setting(True, "train routed experts as they are served; false: full precision, as pre-training is")
     train: SFTConfig = setting(SFTConfig(epochs=1, batch_tokens=4096), "epochs, batches, optimiser")
 
     def __post_init__(self) -> None:
         if self.texts < 1 or not 0 <= self.dense <= 1:
             raise ConfigError(f"'texts' {self.texts} must be at least 1 and 'dense' {self.dense} a share between 0 and 1")
+        if self.shares and (min(self.shares.values()) < 0 or sum(self.shares.values()) <= 0):
+            raise ConfigError(f"'shares' is {self.shares}; none may be negative, and one must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +158,9 @@ class LabRecipe:
             raise ConfigError("'cold' is empty; give at least one phase of the cold start")
         if not self.cold[-1].quantised:
             raise ConfigError("'cold' ends with a phase in full precision; the last one has 'quantised' true, since experts start from it")
+        strange = sorted({name for each in self.cold for name in each.shares} - set(names))
+        if strange:
+            raise ConfigError(f"'cold.shares' names {', '.join(strange)}; domains are {', '.join(names)}")
         for teacher in self.teachers:
             if teacher.domain not in names or teacher.effort not in EFFORTS:
                 raise ConfigError(f"'teachers' names {teacher.domain}/{teacher.effort}; cells are {', '.join(names)} at "

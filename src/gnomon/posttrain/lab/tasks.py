@@ -6,6 +6,7 @@ it gives is a function of numbers, so that a run which was killed finds the same
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from gnomon import extend
@@ -24,8 +25,9 @@ class Tasks(Protocol):
 
     domains: tuple[str, ...]
 
-    def demonstration(self, index: int, seed: int, dense: float) -> Line:
-        """Text `index` of the cold start; `dense` is the share of texts that show small facts rather than whole solutions."""
+    def demonstration(self, index: int, seed: int, dense: float, shares: Mapping[str, float]) -> Line:
+        """Text `index` of the cold start; `dense` is the share of texts that show small facts rather than whole solutions, `shares` that
+        of each domain, empty for all alike."""
         ...
 
     def problems(self, cells: Cells, seed: int, split: Split) -> ProblemSource:
@@ -45,9 +47,9 @@ class Lab:
     def __init__(self) -> None:
         self.bench = Bench()
 
-    def demonstration(self, index: int, seed: int, dense: float) -> Line:
+    def demonstration(self, index: int, seed: int, dense: float, shares: Mapping[str, float]) -> Line:
         """See `source.demonstration`."""
-        return demonstration(index, seed=seed, dense=dense)
+        return demonstration(index, seed=seed, dense=dense, shares=shares or dict.fromkeys(DOMAIN, 1.0))
 
     def problems(self, cells: Cells, seed: int, split: Split) -> ProblemSource:
         """See `source.Source`."""
