@@ -34,10 +34,13 @@ SEEN: dict[str, torch.Tensor] = {}
 
 PAIRS: dict[str, dict[str, Any]] = {
     "expert and data": {"expert": 2, "data": 2, "zero": 1}, "context and data": {"context": 2, "data": 2, "zero": 1},
+    "expert and data, weights cut": {"expert": 2, "data": 2, "zero": 3, "gradients_on_host": True},
     "expert and context": {"expert": 2, "context": 2}, "pipeline and data": {"pipeline": 2, "data": 2, "virtual": 2, "zero": 1},
-    "pipeline and expert": {"pipeline": 2, "expert": 2}, "pipeline and context": {"pipeline": 2, "context": 2, "virtual": 2},
+    "pipeline and expert": {"pipeline": 2, "expert": 2, "zero": 3}, "pipeline and context": {"pipeline": 2, "context": 2, "virtual": 2},
 }
 SINGLE: dict[str, dict[str, Any]] = {
+    "data, weights cut": {"data": 4, "zero": 3}, "context, weights cut": {"context": 4, "zero": 3},
+    "expert, weights cut": {"expert": 4, "zero": 3}, "pipeline and data, weights cut": {"pipeline": 2, "data": 2, "virtual": 2, "zero": 3},
     "data": {"data": 4}, "data, states shared out": {"data": 4, "zero": 1}, "expert": {"expert": 4}, "context": {"context": 4},
     "pipeline": {"pipeline": 4}, "expert and data, states everywhere": {"expert": 2, "data": 2},
     "expert and context, states shared out": {"expert": 2, "context": 2, "zero": 1},
@@ -102,7 +105,7 @@ def step(mesh: Mesh, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]
     spread = ranks.spread(model, mesh)
     held = spread.parameters(model)
     parts: Any = SimpleNamespace(spread=Remembering(spread), mesh=mesh, objective=Objective(model),
-                                 optimizer=Muon(held, MuonConfig(), head_rows(model.config)))
+                                 optimizer=Muon(held, MuonConfig(), head_rows(model.config), spread.owners))
     each = COUNT // mesh.size(*ROWS)
     own = batch(range(mesh.index(*ROWS) * each, (mesh.index(*ROWS) + 1) * each))
     losses, count = backward(parts, own.split(min(each, max(2, mesh.axes.stages))))
@@ -121,6 +124,9 @@ def part_of(spread: ranks.Spread, name: str, whole: torch.Tensor) -> torch.Tenso
     """Of a whole gradient, what this rank has."""
     if name in spread.cut:
         whole = whole.chunk(spread.mesh.size("expert"))[spread.mesh.index("expert")]
+    if spread.weights is not None and name in spread.weights.cuts:
+        own = spread.weights.cuts[name]
+        whole = whole[own.start : own.start + len(own.local)]
     for shards in spread.shards:
         if name in shards.mine:
             whole = whole[shards.mine[name].start : shards.mine[name].stop]

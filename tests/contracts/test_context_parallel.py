@@ -26,6 +26,8 @@ def test_a_stream_over_ranks_is_that_of_one(ranks: int, by_ranks: dict[int, Any]
         # Three KDA layers with 4 heads of 32: maps of [32, 64] in fp32 or fp64 to each other rank, whatever the lengths are.
         size = 8 if exact else 4
         assert all(rank["states"] == 3 * 4 * 32 * 64 * size * (ranks - 1) for rank in every), name
+        if name.startswith("one document"):  # three inputs of queries, keys and values, to the next rank alone
+            assert [rank["history"] for rank in every] == [3 * 3 * 3 * 4 * 32 * size] * (ranks - 1) + [0], name
 
 
 def test_the_past_of_a_stretch() -> None:
@@ -36,6 +38,9 @@ def test_the_past_of_a_stretch() -> None:
     assert [cut.past(rank) for rank in range(3)] == [[], [], [1]]
     assert [cut.last(rank) for rank in range(3)] == [0, 5, 0]
     assert stretches(11, 3) == (4, 4, 3)
+    cut = Cut(lengths=(6, 2, 1, 5), borders=(0, 2, 14))
+    assert [cut.recent(rank, 3) for rank in range(4)] == [{}, {0: 3}, {0: 1, 1: 2}, {1: 2, 2: 1}]
+    assert cut.recent(1, 9) == {0: 4} and cut.recent(3, 0) == {}
 
 
 def test_cuts_that_do_not_fit_are_refused() -> None:

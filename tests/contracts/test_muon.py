@@ -11,7 +11,7 @@ from gnomon.model.parts import KDAConfig, MLAConfig
 from gnomon.train import muon as module
 from gnomon.train.muon import Muon
 from gnomon.train.settings import MuonConfig
-from gnomon.train.units import all_units, head_rows, is_matrix, split
+from gnomon.train.units import all_units, head_rows, is_matrix, row_spans, split
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, layer_pattern=("kda", "mla"), intermediate_size=64, mixers={
     "kda": KDAConfig(num_heads=2, head_dim=8),
@@ -61,7 +61,7 @@ def test_matrices_follow_muon_block_by_block():
     named = parameters()
     config = MuonConfig(weight_decay=0.1)
     optimiser = Muon(named.items(), config, head_rows(CONFIG))
-    wanted = {n: p.detach().double().clone() for n, p in named.items() if is_matrix(n, p)}
+    wanted = {n: p.detach().double().clone() for n, p in named.items() if is_matrix(n, p.shape)}
     momentum = {n: torch.zeros_like(w) for n, w in wanted.items()}
     assert len(wanted) == 7
     for step, rate in enumerate([0.01, 0.02, 0.005]):
@@ -85,7 +85,7 @@ def test_matrices_follow_muon_block_by_block():
 def test_the_rest_follows_torch_adamw(vector_rate):
     named, twin = parameters(), parameters()
     optimiser = Muon(named.items(), MuonConfig(weight_decay=0.1, vector_rate=vector_rate), head_rows(CONFIG))
-    others = [n for n in SHAPES if not is_matrix(n, named[n])]
+    others = [n for n in SHAPES if not is_matrix(n, named[n].shape)]
     tables = ["model.embed_tokens.weight", "lm_head.weight"]
     assert set(others) == {*tables, f"{KDA}q_conv1d.weight", f"{KDA}A_log", "model.layers.1.mlp_res_proj.weight"}
     peer = torch.optim.AdamW([{"params": [twin[n] for n in tables], "weight_decay": 0.1},
@@ -136,50 +136,46 @@ def test_units_are_named_and_cover_each_matrix_once():
     assert len(units) == len(set(units)) == 2 + 1 + 2 + 4 + 2 + 1 + 6
     assert str(units[0]) == f"{KDA}q_proj.weight[0:0]"
     for name, p in named.items():
-        if is_matrix(name, p):
+        if is_matrix(name, p.shape):
             assert sum(part.numel() for part in split(name, p, head_rows(CONFIG).get(name))) == p.numel()
 
 
-def test_a_sharded_parameter_updates_as_the_whole_one_through_the_gather_hook():
-    """Two shards by columns: each holds half of every unit; gather joins them, keep cuts them."""
+def test_parameters_of_which_rows_are_here_are_updated_by_what_their_owners_return():
+    """Rows are halves; whoever makes matrices whole is asked for the directions of all of them, and for nothing else."""
     whole = parameters(torch.float64)
-    matrices = [n for n in SHAPES if is_matrix(n, whole[n])]
     give_gradients(whole, 0)
+    rows, seen = head_rows(CONFIG), {}
+    heights = {name: (shape[0] + 1) // 2 for name, shape in SHAPES.items()}
 
-    def cut(t, rank):
-        return t.detach().tensor_split(2, dim=-1)[rank].clone()
-
-    shards = [{n: cut(whole[n], r).requires_grad_() for n in matrices} for r in (0, 1)]
-    for rank, shard in enumerate(shards):
-        for name in matrices:
-            shard[name].grad = cut(whole[name].grad, rank)
-    rows, seen = head_rows(CONFIG), []
-
-    class Join:
+    class Halves:
         def __init__(self, rank):
-            self.rank = rank
+            self.shapes = dict(SHAPES)
+            self.part = {n: slice(0, h) if rank == 0 else slice(h, None) for n, h in heights.items()}
 
-        def gather(self, unit, local):
-            seen.append(unit)
-            width = SHAPES[unit.parameter][-1]
-            full = torch.cat([cut(directions[unit.parameter], r) for r in (0, 1)], -1)
-            block = split(unit.parameter, full, rows.get(unit.parameter))[unit.part][unit.index]
-            assert torch.equal(block.tensor_split(2, -1)[self.rank], local)
-            assert block.shape[-1] == width
-            return block
+        def apply(self, here, work, most):
+            found = {}
+            for name, local in here.items():
+                direction = whole[name].grad * (1 + 0.95)
+                assert torch.allclose(direction[self.part[name]], local, atol=1e-12)
+                spans = row_spans(SHAPES[name], rows.get(name))
+                seen[name] = spans
+                done = torch.cat([work([direction[a:b].reshape(-1, direction.shape[-1])])[0] for a, b in spans])
+                found[name] = done.view(SHAPES[name])[self.part[name]]
+            return found
 
-        def keep(self, unit, update, local):
-            piece = update.tensor_split(2, -1)[self.rank]
-            assert piece.shape == local.shape
-            return piece
-
-    directions = {n: whole[n].grad * (1 + 0.95) for n in matrices}
-    for rank, shard in enumerate(shards):
-        Muon(shard.items(), MuonConfig(), rows, Join(rank)).step(0.01)
+    shards = []
+    for rank in (0, 1):
+        halves = Halves(rank)
+        shard = {n: p.detach()[halves.part[n]].clone().requires_grad_() for n, p in whole.items()}
+        for name, p in shard.items():
+            p.grad = whole[name].grad[halves.part[name]].clone()
+        Muon(shard.items(), MuonConfig(), rows, (halves,)).step(0.01)
+        shards.append(shard)
     Muon(whole.items(), MuonConfig(), rows).step(0.01)
-    assert set(seen) == set(all_units(whole, rows))
-    for name in matrices:
-        assert torch.allclose(torch.cat([s[name] for s in shards], -1), whole[name], atol=1e-12), name
+    assert seen == {name: expected_blocks(name) if len(SHAPES[name]) == 2 else [(i, i + 1) for i in range(6)]
+                    for name, p in whole.items() if is_matrix(name, p.shape)}
+    for name in SHAPES:
+        assert torch.allclose(torch.cat([shard[name] for shard in shards]), whole[name], atol=1e-12), name
 
 
 def test_state_round_trips_to_the_last_bit_and_refuses_another_model():

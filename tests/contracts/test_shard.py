@@ -1,18 +1,11 @@
 """Pieces of parameters and their owners: everything has one, granules stay whole, nobody has much more than the others."""
 
-from typing import Any
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gnomon.errors import ConfigError
-from gnomon.parallel.mesh import Mesh
 from gnomon.parallel.shard import deal
-from gnomon.train.muon import Muon
-from gnomon.train.ranks import Spread
-from gnomon.train.settings import MuonConfig
 
 PARAMETERS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=8)
 
@@ -38,21 +31,3 @@ def test_every_row_has_one_owner_and_shares_are_equal_up_to_a_granule(parts: lis
 def test_granules_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="'w' has 10 rows, which granules of 4 do not divide"):
         deal([("w", (10, 3))], {"w": 4}, 2)
-
-
-@pytest.mark.parametrize("matrices", [True, False])
-def test_the_whole_state_is_that_of_the_optimiser_that_there_is(matrices: bool) -> None:
-    """Muon has a momentum for a matrix, AdamW two moments; owners are asked for what they have."""
-    parameters = {"w": torch.ones(4, 2), "norm": torch.ones(2)}
-
-    class Alone:
-        def __init__(self) -> None:
-            self.parameters = parameters
-
-        def joined(self, name: str, own: Any) -> Any:
-            assert own is not None
-            return own
-
-    own = Muon(parameters.items(), MuonConfig(matrices=matrices), {}).state_dict()
-    spread = Spread(mesh=Mesh(), shards=(Alone(),))  # type: ignore[arg-type]
-    assert spread.whole_states(own, matrices=matrices).keys() == own.keys()

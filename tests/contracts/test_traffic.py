@@ -156,7 +156,7 @@ def test_muon_takes_what_the_trainer_gives_it() -> None:
     config = preset("tiny")
     with torch.device("meta"):
         named = dict(Transformer(config).named_parameters())
-    vectors = sum(p.numel() for name, p in named.items() if not is_matrix(name, p))
+    vectors = sum(p.numel() for name, p in named.items() if not is_matrix(name, p.shape))
     biases = sum(config.moe.num_experts for _ in range(config.num_moe_layers))
     assert optimiser_bytes(config).whole["second moment"] == 4 * (vectors + biases)
 

@@ -51,13 +51,13 @@ def check_meshes(meshes: dict[str, list[dict[str, int]]], recipe: Any, few: Any,
 
 
 def test_a_run_moves_from_mesh_to_mesh_and_stays_that_of_one_rank(recipe, few, rows, tmp_path, repository):
-    meshes = {"from experts to stages and tokens": [{"expert": 4}, {"pipeline": 2, "virtual": 2, "context": 2, "zero": 1}]}
+    meshes = {"from experts to stages and tokens": [{"expert": 2, "zero": 3}, {"pipeline": 2, "virtual": 2, "context": 2, "zero": 1}]}
     check_meshes(meshes, recipe, few, rows, tmp_path, repository)
 
 
 @pytest.mark.slow
 def test_single_axes_give_the_run_of_one_rank(recipe, few, rows, tmp_path, repository):
-    meshes = {"copies": [{}], "experts and shared-out copies": [{"expert": 2, "data": 2, "zero": 1}],
+    meshes = {"copies": [{}], "cut weights": [{"zero": 3}], "experts and shared-out copies": [{"expert": 2, "data": 2, "zero": 1}],
               "experts and tokens": [{"expert": 2, "context": 2}],
               "from experts to tokens": [{"expert": 4}, {"context": 2, "zero": 1}],
               "stages": [{"pipeline": 4}], "stages and copies": [{"pipeline": 2, "virtual": 1}],

@@ -5,6 +5,7 @@ Read next: `gnomon/train/checkpoint.py`.
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from gnomon.model.transformer import Transformer
 STATE_FILE = "state.json"
 EYE = "eye"  # the group of tower and projector
 PARTIAL = ".partial"
+TENSORS = ".safetensors"  # a group of whole tensors, where one rank wrote the checkpoint
+ROWS = "rows"  # the folder of what each of several ranks held
 FORMAT = 1
 
 
@@ -54,17 +57,55 @@ def latest(run: Path) -> Path | None:
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> Saved:
-    """Read a checkpoint. Raises `CheckpointError` when a file is missing, cut or damaged."""
+    """Read a checkpoint whole, whether one rank wrote it or several. Raises `CheckpointError` when a file is missing, cut or damaged."""
+    state = read_state(path)
     try:
-        state = json.loads((path / STATE_FILE).read_text())
+        groups = [name.removesuffix(TENSORS) for name in state["files"] if name.endswith(TENSORS)]
+        tensors = {group: load_file(path / f"{group}{TENSORS}", device=str(device)) for group in groups}
+        return Saved(path=path, state=state, tensors=tensors or _joined(path / ROWS, device))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}; remove it to use the one before") from None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON of a checkpoint whose files are all there. Raises `CheckpointError` when one is missing or cut."""
+    try:
+        state: dict[str, Any] = json.loads((path / STATE_FILE).read_text())
         sizes = {name: (path / name).stat().st_size for name in state["files"]}
         wrong = [f"{name} has {sizes[name]} bytes instead of {size}" for name, size in state["files"].items() if sizes[name] != size]
         if state["format"] != FORMAT or wrong:
             raise CheckpointError(f"checkpoint {path} is damaged: {', '.join(wrong) or 'unknown format'}; remove it to use the one before")
-        tensors = {name.removesuffix(".safetensors"): load_file(path / name, device=str(device)) for name in sizes}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}; remove it to use the one before") from None
-    return Saved(path=path, state=state, tensors=tensors)
+    return state
+
+
+def _joined(folder: Path, device: torch.device | str) -> dict[str, dict[str, Tensor]]:
+    """Whole tensors by group, out of the rows that several ranks wrote."""
+    from torch.distributed import checkpoint  # slow to import, and most runs have one rank
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    listed = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    whole = {key: torch.empty(found.size, dtype=found.properties.dtype, device=device) for key, found in listed.items()
+             if isinstance(found, TensorStorageMetadata)}
+    load_rows(whole, folder)
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in whole.items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = tensor
+    return groups
+
+
+def load_rows(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Read what several ranks wrote into tensors by their names there; each process for itself. Raises `ValueError` when it cannot."""
+    from torch.distributed import checkpoint
+
+    try:
+        with warnings.catch_warnings():  # that one process reads alone is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            checkpoint.load(dict(tensors), checkpoint_id=folder, no_dist=True)
+    except checkpoint.CheckpointException as error:  # no Exception, so nobody would see it who looks for one
+        raise ValueError(str(error)) from None
 
 
 def eye_tensors(eye: Eye) -> dict[str, Tensor]:

@@ -37,7 +37,9 @@ class Axes:
     context: int = setting(1, "ranks that share the tokens of the same rows")
     pipeline: int = setting(1, "ranks that hold some of the layers each; a step then needs at least as many micro-batches as stages")
     virtual: int = setting(1, "stages per pipeline rank: more of them leave shorter bubbles and send more")
-    zero: int = setting(0, "1: each rank keeps the optimiser's state of its share of the parameters; 0: of all that it holds")
+    zero: int = setting(0, "1: each rank keeps the optimiser's state of its share of the parameters; 3: layers' weights and gradients too; "
+                           "0: of all that it holds")
+    gradients_on_host: bool = setting(False, "zero = 3: gradients of micro-batches add up in host memory")
 
     patience: float = setting(1800.0, "seconds that ranks wait for each other before they give up and name who is missing")
 
@@ -50,8 +52,12 @@ class Axes:
                 raise ConfigError(f"'mesh.{name}' is {side}; it must be at least 1")
         if self.virtual > 1 and self.pipeline == 1:
             raise ConfigError(f"'mesh.virtual' is {self.virtual}, but there is no pipeline; set mesh.pipeline to 2 or more")
-        if self.zero not in (0, 1):
-            raise ConfigError(f"'mesh.zero' is {self.zero}; use 0 (each copy keeps all states) or 1 (states are shared out)")
+        if self.zero not in (0, 1, 3):
+            raise ConfigError(f"'mesh.zero' is {self.zero}; use 0 (each copy keeps all states), 1 (states are shared out) "
+                              "or 3 (weights and gradients of layers as well)")
+        if self.gradients_on_host and self.zero != 3:
+            raise ConfigError("'mesh.gradients_on_host' is for gradients that are cut over ranks, "
+                              f"but 'mesh.zero' is {self.zero}; set it to 3")
 
     def over(self, world: int) -> Axes:
         """The same with `data` filled in for `world` ranks. Raises `ConfigError` when they do not make up a box."""

@@ -2,8 +2,9 @@
 
 A KDA layer needs the state before a stretch. Every rank works out what its last document does to a state, S ↦ S̃ + M S, all ranks exchange
 these maps, whose size does not depend on the length, and each composes those of its past. The short convolution needs the few inputs just
-before the stretch. Latent attention needs the latents of the document so far, which is all that it would have cached. Documents begin and
-end anywhere, stretches may differ in length. Gradients go back through the same exchanges. Read next: `exchange.py`.
+before the stretch, which go to the rank that lacks them and to no other. Latent attention needs the latents of the document so far, which
+is all that it would have cached. Documents begin and end anywhere, stretches may differ in length. Gradients go back through the same
+exchanges. Read next: `exchange.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gnomon.kernels import kda
 from gnomon.model.mixers import kda as kda_layer
 from gnomon.model.mixers import mla as mla_layer
 from gnomon.model.transformer import Transformer
-from gnomon.parallel.exchange import Gather
+from gnomon.parallel.exchange import Exchange, Gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,14 @@ class Cut:
             found.insert(0, at)
             if len(self.local_borders(at)) > 2:
                 break
+        return found
+
+    def recent(self, rank: int, kept: int) -> dict[int, int]:
+        """How many of the `kept` tokens before a stretch, of its first document, stand on which other ranks, in order."""
+        found: dict[int, int] = {}
+        for other in reversed(self.past(rank)):
+            if count := min(kept - sum(found.values()), self.lengths[other] - self.last(other)):
+                found = {other: count} | found
         return found
 
     def last(self, rank: int) -> int:
@@ -111,6 +120,11 @@ class Context:
         self.sent_bytes[kind] += own.nbytes * (self.ranks - 1)
         return Gather.apply(own, self.group)
 
+    def exchange(self, rows: Tensor, sends: list[int], receives: list[int], kind: str) -> Tensor:
+        """Rows to the ranks that want them, and from those that have them [Σ receives, …]; most pairs of ranks send nothing."""
+        self.sent_bytes[kind] += rows.nbytes
+        return Exchange.apply(rows, sends, receives, self.group)
+
 
 class Stretches:
     """The `SegmentExchange` of a KDA layer whose sequence is spread over ranks."""
@@ -122,14 +136,13 @@ class Stretches:
         """The last inputs of the first document that other ranks hold, zeros for documents that begin here."""
         _no_state(history)
         context, cut, kept = self.context, self.context.cut, self.taps - 1
-        own = projected[0, max(cut.last(context.rank), projected.shape[1] - kept) :]
-        padded = torch.cat([own.new_zeros(kept - len(own), own.shape[1]), own])
-        every = context.gather(padded, "history")
-        held = {rank: min(kept, cut.lengths[rank] - cut.last(rank)) for rank in cut.past(context.rank)}
-        parts = [every[rank, kept - count :] for rank, count in held.items()]
-        recent = torch.cat([padded.new_zeros(kept, own.shape[1]), *parts])[-kept:] if kept else padded
-        others = padded.new_zeros(len(cut.local_borders(context.rank)) - 2, *padded.shape)
-        return _touched(torch.cat([recent[None], others]), every)
+        others, wanted = range(context.ranks), cut.recent(context.rank, kept)
+        sends, receives = [cut.recent(other, kept).get(context.rank, 0) for other in others], [wanted.get(other, 0) for other in others]
+        own = torch.cat([projected[0, projected.shape[1] - count :] for count in sends])
+        arrived = context.exchange(own, sends, receives, "history")
+        recent = torch.cat([own.new_zeros(kept - len(arrived), own.shape[1]), arrived])
+        fresh = own.new_zeros(len(cut.local_borders(context.rank)) - 2, *recent.shape)
+        return _touched(torch.cat([recent[None], fresh]), arrived)
 
     def initial_state(self, inputs: kda_layer.KDAInputs, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
         """The state before each document: composed of the maps of earlier ranks for the first, zero for the others."""
@@ -189,7 +202,7 @@ def stretches(tokens: int, ranks: int) -> tuple[int, ...]:
 
 def _touched(result: Tensor, every: Tensor) -> Tensor:
     """The same values, made to depend on the exchange, so that every rank takes part in its backward pass."""
-    return result + 0 * every.flatten()[0] if every.requires_grad else result
+    return result + every.flatten()[:0].sum() if every.requires_grad else result
 
 
 def _no_state(state: Tensor | None) -> None:

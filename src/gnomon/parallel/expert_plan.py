@@ -25,7 +25,7 @@ class ExpertPlan:
     counts them by who works on them; each row sums to that rank's
     `capacity` [R], and capacities differ by at most one. Tokens of an expert are numbered over all ranks, source rank by source rank
     (`offset` [R, E] is the number of the first from each source); the home works on the first of them, other ranks on the next, in the
-    order of ranks: `first` [R, E] is where each rank's share begins.
+    order of ranks: `first` [R, E] is where each rank's share begins, where it has one.
     """
 
     counts: np.ndarray
@@ -107,8 +107,7 @@ def plan_experts(counts: np.ndarray) -> ExpertPlan:
     assigned[expert // each, expert] = totals
     for home, wanted in quotas.items():
         _move(assigned, home, slice(home * each, (home + 1) * each), wanted)
-    offset = np.cumsum(counts, 0, dtype=np.int64) - counts
-    return ExpertPlan(counts=counts, assigned=assigned, first=_first(assigned, each), offset=offset, capacity=capacity)
+    return ExpertPlan(counts=counts, assigned=assigned, first=_first(assigned, totals, each), offset=_offset(counts), capacity=capacity)
 
 
 def _matched(balance: list[int]) -> dict[int, list[tuple[int, int]]]:
@@ -151,15 +150,29 @@ def _move(assigned: np.ndarray, home: int, own: slice, wanted: list[tuple[int, i
             heapq.heappush(left, (tokens + moved, expert))
 
 
-def _first(assigned: np.ndarray, each: int) -> np.ndarray:
-    """Number of the first token of each expert that each rank works on: the home's come first, then the others' in order of ranks."""
-    expert = np.arange(assigned.shape[1])
-    home = expert // each, expert
-    away = assigned.copy()
+def _first(assigned: np.ndarray, totals: np.ndarray, each: int) -> np.ndarray:
+    """Number of the first token of each expert that each rank works on: the home's come first, then the others' in order of ranks.
+
+    Only few experts are worked on away from home, and the others have nothing to number.
+    """
+    first, expert = np.zeros(assigned.shape, np.int64), np.arange(assigned.shape[1])
+    shared = np.flatnonzero(assigned[expert // each, expert] != totals)
+    home = shared // each, np.arange(len(shared))
+    away = assigned[:, shared]
+    at_home = away[home]
     away[home] = 0
-    first = np.cumsum(away, 0) - away + assigned[home]
-    first[home] = 0
+    columns = np.cumsum(away, 0) - away + at_home
+    columns[home] = 0
+    first[:, shared] = columns
     return first
+
+
+def _offset(counts: np.ndarray) -> np.ndarray:
+    """Number of the first token of each expert from each source rank."""
+    offset = np.zeros(counts.shape, np.int64)
+    for source in range(1, len(counts)):  # row by row, as memory lies; a cumulative sum would go down each column
+        np.add(offset[source - 1], counts[source - 1], out=offset[source])
+    return offset
 
 
 def plan_at_home(counts: np.ndarray) -> ExpertPlan:
@@ -169,5 +182,5 @@ def plan_at_home(counts: np.ndarray) -> ExpertPlan:
     each, expert = experts // ranks, np.arange(experts)
     assigned = np.zeros((ranks, experts), np.int64)
     assigned[expert // each, expert] = counts.sum(0)
-    return ExpertPlan(counts=counts, assigned=assigned, first=np.zeros_like(assigned), offset=np.cumsum(counts, 0) - counts,
+    return ExpertPlan(counts=counts, assigned=assigned, first=np.zeros_like(assigned), offset=_offset(counts),
                       capacity=assigned.sum(1))

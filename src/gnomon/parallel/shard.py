@@ -78,23 +78,3 @@ class Shards:
                 continue
             for view, values in zip(views, flat.split([view.numel() for view in views]), strict=True):
                 view.copy_(values.view_as(view))
-
-    def joined(self, name: str, own: Tensor | None) -> Tensor | None:
-        """A tensor shaped like a parameter, whole on the group's first rank, from what each owner has of it; every rank must call."""
-        whole = None
-        for piece in self.pieces:
-            if piece.name != name:
-                continue
-            if self.rank == 0 and whole is None:
-                whole = torch.empty_like(self.parameters[name], requires_grad=False)
-            if whole is not None and piece.owner == 0:
-                assert own is not None  # owners have their piece
-                whole[piece.start : piece.stop] = own
-            elif whole is not None:
-                part = torch.empty_like(whole[piece.start : piece.stop])
-                dist.recv(part, src=self.root(piece.owner), group=self.group)
-                whole[piece.start : piece.stop] = part
-            elif piece.owner == self.rank:
-                assert own is not None  # owners have their piece
-                dist.send(own.contiguous(), dst=self.root(0), group=self.group)
-        return whole

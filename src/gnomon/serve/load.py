@@ -15,7 +15,7 @@ from gnomon.model.huggingface import read_config
 from gnomon.model.inference import InferenceModel, refuse
 from gnomon.model.inference_weights import Weights
 from gnomon.model.multimodal import Eye, load_eye
-from gnomon.model.runs import EYE, load_text_and_eye
+from gnomon.model.runs import EYE, ROWS, load_text_and_eye
 from gnomon.model.weights import load_pretrained
 from gnomon.serve.runner import Runner, TorchRunner
 
@@ -69,7 +69,8 @@ def _run(folder: Path, weights: Weights) -> Loaded:
     if reason and weights not in ("stored", "fp32"):
         raise ConfigError(f"'weights' is {weights}, which needs the C++ library ({reason}); use stored or fp32")
     runner: Runner = TorchRunner(model) if reason else InferenceModel.from_transformer(model, weights)
-    files = [checkpoint / "model.safetensors", *([] if eye is None else [checkpoint / f"{EYE}.safetensors"])]
+    whole = [checkpoint / "model.safetensors", *([] if eye is None else [checkpoint / f"{EYE}.safetensors"])]
+    files = whole if whole[0].exists() else sorted(file for file in (checkpoint / ROWS).iterdir() if file.name != ".metadata")
     loaded = _loaded(folder, runner, Tokenizer.load(folder / "tokenizer"), weights, files)
     return replace(loaded, eye=eye)
 

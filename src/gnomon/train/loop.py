@@ -10,7 +10,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from gnomon.parallel.axes import ROWS, TOKENS
 from gnomon.parallel.mesh import Mesh, join
 from gnomon.parallel.pipeline import Work
 from gnomon.parallel.roll import named
+from gnomon.parallel.rows import Rows
 from gnomon.train import activations, balance, checkpoint, ranks, report, scattered
 from gnomon.train import eye as eyes
 from gnomon.train.evaluate import HeldOut, buckets, frozen, held_out
@@ -124,7 +125,7 @@ def build(material: Material, mesh: Mesh) -> Parts:
         watch(model.mla_layers())
     auxiliary = recipe.balance.auxiliary_weight if recipe.balance.method == "auxiliary" else 0.0
     objective = Objective(model, auxiliary, recipe.precision == "bf16", eye)
-    optimizer = Muon(spread.parameters(model, eye), recipe.optimizer, head_rows(recipe.model))
+    optimizer = Muon(spread.parameters(model, eye), recipe.optimizer, head_rows(recipe.model), spread.owners)
     return Parts(recipe=recipe, material=material, mesh=mesh, spread=spread, model=model, objective=objective, optimizer=optimizer,
                  batches=stream(material, mesh), eye=eye)
 
@@ -202,7 +203,7 @@ def _clip(parts: Parts, threshold: float) -> float:
 
 def backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
     """Gradients of the step's loss from the micro-batches of all ranks; this rank's summed losses, and the learnt targets of all."""
-    exchange, pipeline = parts.spread.exchange, parts.spread.pipeline
+    pipeline = parts.spread.pipeline
     losses: list[Tensor] = []
     learnt = torch.stack([piece.loss_mask.sum() for piece in pieces]).sum()
     parts.mesh.sum(learnt, *ROWS)
@@ -210,16 +211,14 @@ def backward(parts: Parts, pieces: list[Batch]) -> tuple[list[Tensor], int]:
     parts.optimizer.zero_grad()
     if pipeline is not None:
         losses, pieces = pipeline.run(_stage_work(parts, pieces, count)), []
-        if exchange is not None:
-            exchange.arm()
+        parts.spread.arm()
     for index, piece in enumerate(pieces):
         loss, total = parts.objective(parts.spread.own(piece), count)
-        if exchange is not None and index + 1 == len(pieces):
-            exchange.arm()
+        if index + 1 == len(pieces):
+            parts.spread.arm()
         loss.backward()
         losses.append(total)
-    if exchange is not None:
-        exchange.finish()
+    parts.spread.finish()
     return losses, count
 
 
@@ -242,17 +241,29 @@ def _why_not_finite(parts: Parts, step: int, pieces: list[Batch], losses: list[T
 
 
 def save(parts: Parts, step: int, metrics: Metrics | None) -> None:
-    """Write the checkpoint after `step` steps; the first rank's work, to which others give what they hold."""
-    model = parts.spread.whole(checkpoint.model_tensors(parts.model))
-    optimizer = parts.spread.whole_states(parts.optimizer.state_dict(), matrices=parts.recipe.optimizer.matrices)
-    if metrics is None:
+    """Write the checkpoint after `step` steps: one rank writes files of whole tensors, several write what each of them holds."""
+    state = {"data": parts.batches.state(), "metrics_bytes": 0 if metrics is None else metrics.sync(), "seed": parts.recipe.seed}
+    if parts.mesh.world > 1:
+        checkpoint.save_rows(parts.recipe.run, step, state, _rows(parts), parts.recipe.checkpoint.keep, parts.mesh)
         return
+    tensors = {"model": checkpoint.model_tensors(parts.model), "optimizer": parts.optimizer.state_dict(), "run": _random(parts)}
+    checkpoint.save(parts.recipe.run, step, state, tensors | eyes.tensors(parts.eye), parts.recipe.checkpoint.keep)
+
+
+def _random(parts: Parts) -> dict[str, Tensor]:
     run: dict[str, Tensor] = {"random.cpu": torch.get_rng_state()}
     if parts.mesh.device.type == "cuda":
         run["random.cuda"] = torch.cuda.get_rng_state()
-    tensors = {"model": model, "optimizer": optimizer, "run": run} | eyes.tensors(parts.eye)
-    state = {"data": parts.batches.state(), "metrics_bytes": metrics.sync(), "seed": parts.recipe.seed}
-    checkpoint.save(parts.recipe.run, step, state, tensors, parts.recipe.checkpoint.keep)
+    return run
+
+
+def _rows(parts: Parts) -> dict[str, dict[str, Rows]]:
+    """What this rank holds of the run, by group and name; the states of the optimiser go by kind and parameter."""
+    spread, states = parts.spread, parts.optimizer.state_dict()
+    return {"model": {name: spread.rows(name, tensor) for name, tensor in checkpoint.model_tensors(parts.model).items()},
+            "optimizer": {name: spread.rows(name.partition(".")[2], tensor, state=True) for name, tensor in states.items()},
+            "run": {name: Rows.of(tensor) for name, tensor in _random(parts).items()},
+            **{group: {name: Rows.of(tensor) for name, tensor in named.items()} for group, named in eyes.tensors(parts.eye).items()}}
 
 
 def restore(parts: Parts) -> tuple[int, int]:
@@ -260,16 +271,23 @@ def restore(parts: Parts) -> tuple[int, int]:
     path = checkpoint.latest(parts.recipe.run)
     if path is None:
         return 0, 0
-    saved = checkpoint.load(path)
-    checkpoint.restore_model(parts.model, parts.spread.share(saved.tensors["model"]), path)
-    eyes.restore(parts.eye, saved, path)
-    parts.optimizer.load_state_dict(parts.spread.share_states(saved.tensors["optimizer"]))
-    parts.batches.restore(saved.state["data"])
-    run = saved.tensors["run"]
+    if parts.mesh.world > 1:
+        held = _rows(parts)
+        held["run"].pop("random.cuda", None)  # nothing is drawn on a device
+        state = checkpoint.fill(path, held)
+        parts.optimizer.steps = int(held["optimizer"]["steps"].local)
+        run: Mapping[str, Tensor] = {name: rows.local for name, rows in held["run"].items()}
+    else:
+        saved = checkpoint.load(path)
+        checkpoint.restore_model(parts.model, saved.tensors["model"], path)
+        eyes.restore(parts.eye, saved, path)
+        parts.optimizer.load_state_dict(saved.tensors["optimizer"])
+        state, run = saved.state, saved.tensors["run"]
+    parts.batches.restore(state["data"])
     torch.set_rng_state(run["random.cpu"])
     if parts.mesh.device.type == "cuda" and "random.cuda" in run:
         torch.cuda.set_rng_state(run["random.cuda"])
-    return saved.state["step"], saved.state["metrics_bytes"]
+    return state["step"], state["metrics_bytes"]
 
 
 def evaluate(parts: Parts, context: int) -> dict[str, float]:

@@ -9,9 +9,9 @@ equal shape are orthogonalised in batches, across parameters. Read next: `units.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from torch import Tensor
 from gnomon.errors import CheckpointError
 from gnomon.kernels.newton_schulz import newton_schulz
 from gnomon.train.settings import MuonConfig
-from gnomon.train.units import TABLES, Unit, is_matrix, split
+from gnomon.train.units import TABLES, is_matrix, split
 
 UPDATE_RMS = 0.2  # Moonlight eq. 4: what AdamW's updates measure
 BATCH_ELEMENTS = {"cpu": 1 << 20}  # elements orthogonalised together: on a CPU what its cache holds
+MOST_SHARDED_ELEMENTS = 1 << 24  # of matrices that are whole on one rank at a time, where ranks have rows of them
 MOST_BATCH_ELEMENTS = 1 << 24  # on other devices; bounds the working memory of a step
 
 
@@ -30,41 +31,40 @@ MOST_BATCH_ELEMENTS = 1 << 24  # on other devices; bounds the working memory of 
 class _Block:
     """Consecutive units of one part: views of their weights, and their directions."""
 
-    name: str
-    part: int
-    first: int
     weight: Tensor
     direction: Tensor
 
 
-@runtime_checkable
-class Gather(Protocol):
-    """How a unit whose parameter is sharded becomes whole, and how its update becomes a shard again."""
+class Sharded(Protocol):
+    """Parameters of which this rank has some rows: their shapes when whole, and how each matrix becomes whole on its owner."""
 
-    def gather(self, unit: Unit, local: Tensor) -> Tensor:
-        """The whole matrix of the unit from this rank's part."""
+    shapes: dict[str, tuple[int, ...]]
 
-    def keep(self, unit: Unit, update: Tensor, local: Tensor) -> Tensor:
-        """This rank's part of the unit's update, shaped like `local`."""
+    def apply(self, rows: Mapping[str, Tensor], work: Callable[[list[Tensor]], list[Tensor]], most: int) -> dict[str, Tensor]:
+        """What `work` makes of the matrices, as this rank's rows of it."""
 
 
 class Muon:
     """Muon and AdamW over named parameters; state is by name, so it survives a change of order or of sharding.
 
-    `head_rows` is `units.head_rows(config)`. `gather` is for sharded parameters; without it parameters are whole.
+    `head_rows` is `units.head_rows(config)`. `sharded` tells of parameters of which only some rows are here; the others are whole.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], config: MuonConfig,
-                 head_rows: Mapping[str, tuple[int, ...]], gather: Gather | None = None) -> None:
+                 head_rows: Mapping[str, tuple[int, ...]], sharded: Sequence[Sharded] = ()) -> None:
         named = dict(parameters)
-        self.config, self.gather = config, gather
+        self.config, self.sharded = config, sharded
+        self.shapes = {name: shape for part in sharded for name, shape in part.shapes.items()}
         self.head_rows = dict(head_rows) if config.per_head else {}
-        self.matrices = {name: p for name, p in named.items() if config.matrices and is_matrix(name, p)}
+        self.matrices = {name: p for name, p in named.items() if config.matrices and self._is_matrix(name, p)}
         self.others = {name: p for name, p in named.items() if name not in self.matrices}
         self.momentum = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
         self.first = {name: torch.zeros_like(p) for name, p in self.others.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.others.items()}
         self.steps = 0
+
+    def _is_matrix(self, name: str, tensor: Tensor) -> bool:
+        return is_matrix(name, self.shapes.get(name, tensor.shape))
 
     def parameters(self) -> list[Tensor]:
         """Every parameter, matrices first."""
@@ -93,7 +93,7 @@ class Muon:
         """One update from the gradients that are present, which are consumed; a parameter without one stays as it is."""
         self.steps += 1
         self._step_matrices(learning_rate)
-        tables = [name for name, p in self.others.items() if name.endswith(TABLES) or is_matrix(name, p)]
+        tables = [name for name, p in self.others.items() if name.endswith(TABLES) or self._is_matrix(name, p)]
         self._step_others(tables, learning_rate, self.config.weight_decay)
         self._step_others([name for name in self.others if name not in tables], learning_rate * self.config.vector_rate, 0.0)
 
@@ -107,11 +107,28 @@ class Muon:
         torch._foreach_add_(momenta, directions)
         torch._foreach_add_(directions, momenta, alpha=self.config.momentum)  # Nesterov, in the gradient's own memory
         torch._foreach_mul_([self.matrices[name] for name in names], 1.0 - learning_rate * self.config.weight_decay)
-        for blocks in self._batches(names, directions):
+        here = dict(zip(names, directions, strict=True))
+        for part in self.sharded:
+            rows = {name: here.pop(name) for name in part.shapes if name in here}
+            for name, update in part.apply(rows, self._updates, MOST_SHARDED_ELEMENTS).items():
+                self.matrices[name].sub_(update, alpha=learning_rate * UPDATE_RMS)
+        for blocks in self._batches(list(here), list(here.values())):
             stack = torch.cat([block.direction for block in blocks]) if len(blocks) > 1 else blocks[0].direction
             update, scale = self._orthogonal(stack), learning_rate * UPDATE_RMS * max(stack.shape[-2:]) ** 0.5
             for block, piece in zip(blocks, update.split([len(block.direction) for block in blocks]), strict=True):
-                block.weight.sub_(self._kept(block, piece), alpha=scale)
+                block.weight.sub_(piece, alpha=scale)
+
+    def _updates(self, matrices: list[Tensor]) -> list[Tensor]:
+        """Of each matrix, which may have different shapes, the orthogonal one times the root of its longer side."""
+        found: dict[int, Tensor] = {}
+        shapes = [tuple(matrix.shape) for matrix in matrices]
+        for shape in dict.fromkeys(shapes):
+            places = [place for place, other in enumerate(shapes) if other == shape]
+            size = max(1, _batch_elements(matrices[places[0]]) // max(1, shape[0] * shape[1]))
+            for first in range(0, len(places), size):
+                some = places[first : first + size]
+                found |= zip(some, self._orthogonal(torch.stack([matrices[place] for place in some])) * max(shape) ** 0.5, strict=True)
+        return [found[place] for place in range(len(matrices))]
 
     def _batches(self, names: list[str], directions: list[Tensor]) -> Iterator[list[_Block]]:
         """Blocks of equal shape that are orthogonalised together."""
@@ -119,8 +136,8 @@ class Muon:
         for name, direction in zip(names, directions, strict=True):
             rows = self.head_rows.get(name)
             pairs = zip(split(name, self.matrices[name], rows), split(name, direction, rows), strict=True)
-            for part, (weight, stack) in enumerate(pairs):
-                for block in self._limited(name, part, weight, stack):
+            for weight, stack in pairs:
+                for block in self._limited(weight, stack):
                     by_shape[tuple(block.direction.shape[-2:])].append(block)
         for shape, blocks in by_shape.items():
             batch: list[_Block] = []
@@ -131,20 +148,11 @@ class Muon:
                 batch.append(block)
             yield batch
 
-    def _limited(self, name: str, part: int, weight: Tensor, stack: Tensor) -> Iterator[_Block]:
-        """The units of one part, gathered whole, in blocks of bounded size."""
+    def _limited(self, weight: Tensor, stack: Tensor) -> Iterator[_Block]:
+        """The units of one part, in blocks of bounded size."""
         size = max(1, _batch_elements(weight) // (stack.shape[-2] * stack.shape[-1]))
         for first in range(0, stack.shape[0], size):
-            local, direction = weight[first : first + size], stack[first : first + size]
-            if self.gather is not None:
-                direction = torch.stack([self.gather.gather(Unit(name, part, first + i), d) for i, d in enumerate(direction)])
-            yield _Block(name, part, first, local, direction)
-
-    def _kept(self, block: _Block, update: Tensor) -> Tensor:
-        if self.gather is None:
-            return update
-        keep, first = self.gather.keep, block.first
-        return torch.stack([keep(Unit(block.name, block.part, first + i), u, block.weight[i]) for i, u in enumerate(update)])
+            yield _Block(weight[first : first + size], stack[first : first + size])
 
     def _orthogonal(self, stack: Tensor) -> Tensor:
         dtype = torch.bfloat16 if stack.is_cuda else None  # bf16 products on an accelerator; on a CPU fp32 is as fast

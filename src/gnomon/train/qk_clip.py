@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gnomon.model.parts import MLAConfig
+from gnomon.parallel.weights import rows_here
 
 Reduce = Callable[[Tensor], None]
 """Combines a tensor over ranks, in place."""
@@ -52,12 +53,12 @@ def _seen(mixer: Any) -> Tensor:
 
 
 def scale_heads(mixer: Any, gamma: Float[Tensor, "H"]) -> None:
-    """Multiply each head's logits by its gamma, through the weights."""
+    """Multiply each head's logits by its gamma, through the weights; of a weight that is cut over ranks, the rows that are here."""
     config: MLAConfig = mixer.config
     query = (mixer.q_proj if config.q_lora_rank is None else mixer.q_b_proj).weight
-    by_head = query.unflatten(0, (config.num_attention_heads, config.qk_head_dim))  # [H, nope + shared, C]
-    keys = mixer.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))  # [H, nope + value, C]
-    root, nope = gamma.sqrt()[:, None, None], config.qk_nope_head_dim
-    by_head[:, :nope].mul_(root)
-    by_head[:, nope:].mul_(gamma[:, None, None])
-    keys[:, :nope].mul_(root)
+    root, nope = gamma.sqrt()[:, None], config.qk_nope_head_dim
+    queries = torch.cat([root.expand(-1, nope), gamma[:, None].expand(-1, config.qk_head_dim - nope)], 1)  # [H, nope + shared]
+    keys = torch.cat([root.expand(-1, nope), torch.ones_like(root).expand(-1, config.v_head_dim)], 1)  # [H, nope + value]
+    for weight, factors in ((query, queries), (mixer.kv_b_proj.weight, keys)):
+        rows, start = rows_here(weight)
+        rows.mul_(factors.flatten()[start : start + len(rows), None])

@@ -1,8 +1,8 @@
 """How a run lies over the ranks of its mesh: what each rank holds, which tokens it gets, and how the parts become whole again.
 
 Experts are cut over expert ranks, layers over pipeline ranks. Context ranks get a stretch of each micro-batch. Gradients are added
-over the ranks that hold the same piece, for all of them or for the one that keeps the optimiser's state of it. Checkpoints hold whole
-tensors, so that a run may go on under another mesh.
+over the ranks that hold the same piece: for all of them, for the one that keeps the optimiser's state of it, or, where a layer's weights
+are cut as well, for each rank its rows. What a rank holds of a tensor are always some rows of it, which is how checkpoints take them.
 Read next: `gnomon/parallel/axes.py`, `loop.py`.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gnomon.data.packing import Batch
 from gnomon.model.experts import RoutedExperts
@@ -25,15 +26,18 @@ from gnomon.parallel import context, expert, pipeline
 from gnomon.parallel.axes import COPIES, TOKENS
 from gnomon.parallel.gradients import Gradients, added, owned
 from gnomon.parallel.mesh import Mesh
+from gnomon.parallel.owners import Owners
+from gnomon.parallel.rows import Rows
 from gnomon.parallel.shard import Shards
+from gnomon.parallel.weights import Weights, cut_layers, rows_here
 from gnomon.train.eye import parameters
-from gnomon.train.units import PATCHES, TABLES, head_rows, is_matrix
+from gnomon.train.units import PATCHES, TABLES, head_rows, is_matrix, row_spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """A model that was spread over a mesh. `cut` names the parameters of which a rank has its share of the experts only; `held` all that
-    it has of the model, where a pipeline leaves the rest to others."""
+    """A model that was spread over a mesh. `cut` names the parameters of which a rank has its share of the experts only; `weights` are
+    those of layers that are cut over copies, and `owners` make their matrices whole for the optimiser."""
 
     mesh: Mesh
     cut: frozenset[str] = frozenset()
@@ -41,14 +45,28 @@ class Spread:
     exchange: Gradients | None = None
     shards: tuple[Shards, ...] = ()
     pipeline: pipeline.Pipeline | None = None
-    held: frozenset[str] | None = None
+    weights: Weights | None = None
+    owners: tuple[Owners, ...] = ()
 
     def parameters(self, model: Transformer, eye: Multimodal | None = None) -> list[tuple[str, Tensor]]:
         """What this rank's optimiser works on: all that it holds, or views of the pieces that it owns."""
         named = parameters(model, eye)
         owned_here = {name: view for shards in self.shards for name, view in shards.held.items()}
+        owned_here |= {name: cut.local for name, cut in (self.weights.cuts if self.weights else {}).items()}
         elsewhere = {name for shards in self.shards for name in shards.parameters}
         return [(name, owned_here.get(name, p)) for name, p in named if name in owned_here or name not in elsewhere]
+
+    def arm(self) -> None:
+        """The backward pass that follows is the last one of the step."""
+        if self.exchange is not None:
+            self.exchange.arm()
+
+    def finish(self) -> None:
+        """After that pass: the summed gradients are where the optimiser looks for them."""
+        if self.exchange is not None:
+            self.exchange.finish()
+        if self.weights is not None:
+            self.weights.deliver()
 
     def publish(self) -> None:
         """After the optimiser's step: everyone gets the weights that their owners changed."""
@@ -76,18 +94,31 @@ class Spread:
 
     def norm(self, names: Sequence[str], norms: Tensor) -> Tensor:
         """The norm of all gradients from those of this rank's pieces, each counted once however many ranks hold it."""
-        copies = [1 if self.shards else self.mesh.size(*self._holders(name)) for name in names]
+        copies = [1 if self.mesh.axes.zero else self.mesh.size(*self._holders(name)) for name in names]
         total = (norms.double() ** 2 / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
         total = total.to(self.mesh.device)
         self.mesh.sum(total)
         return total.sqrt().to(norms.dtype)
 
-    def whole(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same with whole tensors, and those of all stages, on the first rank; what others return is of no use.
+    def rows(self, name: str, tensor: Tensor, *, state: bool = False) -> Rows:
+        """What this rank holds of a tensor of the model, or (`state`) of what the optimiser keeps for a parameter, as rows of the whole."""
+        local, start = rows_here(tensor)
+        count = tensor.shape[0] if tensor.ndim else None
+        cuts = self.weights.cuts if self.weights else {}
+        if state and name in cuts:
+            start, count = cuts[name].start, cuts[name].whole[0]
+        for shards in self.shards if state else ():
+            if name in shards.mine:
+                start, count = shards.mine[name].start, shards.parameters[name].shape[0]
+        if name in self.cut:
+            assert count is not None  # experts are stacks
+            start, count = start + count * self.mesh.index("expert"), count * self.mesh.size("expert")
+        return Rows.of(local, start, count)
 
-        Names may have a prefix, as optimisers have.
-        """
-        joined = {name: self._joined(tensor) if self._parameter(name) in self.cut else tensor for name, tensor in named.items()}
+    def whole(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's tensors whole, and those of all stages, on the first rank; what others return is of no use."""
+        here = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
+        joined = {name: self._joined(tensor) if name in self.cut else tensor for name, tensor in here.items()}
         return self._of_all_stages(joined) if self.mesh.size("pipeline") > 1 and self.mesh.index(*TOKENS) == 0 else joined
 
     def _of_all_stages(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -106,40 +137,9 @@ class Spread:
                 dist.recv(own[name], source, group)
         return own
 
-    def share(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of whole tensors, what this rank holds."""
-        ranks, index = self.mesh.size("expert"), self.mesh.index("expert")
-        if self.held is not None:
-            named = {name: t for name, t in named.items() if name in self.held or self._parameter(name) in self.held or "." not in name}
-        return {name: t.chunk(ranks)[index] if self._parameter(name) in self.cut else t for name, t in named.items()}
-
-    def whole_states(self, own: Mapping[str, Tensor], *, matrices: bool) -> dict[str, Tensor]:
-        """An optimiser's whole state on the first rank, from those of all ranks; all must call. `matrices`: whether it orthogonalises."""
-        elsewhere = {name for shards in self.shards for name in shards.parameters}
-        joined = {name: t for name, t in own.items() if name.partition(".")[2] not in elsewhere}
-        for shards in self.shards:
-            for name, parameter in shards.parameters.items():
-                for kind in ("momentum",) if matrices and is_matrix(name, parameter) else ("first", "second"):
-                    whole = shards.joined(name, own.get(f"{kind}.{name}"))
-                    if whole is not None:
-                        joined[f"{kind}.{name}"] = whole
-        return self.whole(joined)
-
-    def share_states(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of an optimiser's whole state, that of what this rank's optimiser works on."""
-        mine = self.share(named)
-        for shards in self.shards:
-            for name in shards.parameters:
-                piece = shards.mine.get(name)
-                for kind in ("momentum", "first", "second"):
-                    whole = mine.pop(f"{kind}.{name}", None)
-                    if whole is not None and piece is not None:
-                        mine[f"{kind}.{name}"] = whole[piece.start : piece.stop]
-        return mine
-
     def whole_model(self, model: Transformer) -> Transformer | None:
         """A model that runs on the first rank alone: itself, or a copy where it is spread. Other ranks help and get none."""
-        if self.mesh.size("expert", "context", "pipeline") == 1:
+        if self.mesh.size("expert", "context", "pipeline") == 1 and self.weights is None:
             return model if self.mesh.is_main else None
         tensors = self.whole(model_tensors(model))
         if not self.mesh.is_main:
@@ -150,9 +150,6 @@ class Spread:
 
     def _holders(self, name: str) -> tuple[str, ...]:
         return COPIES if name in self.cut else TOKENS
-
-    def _parameter(self, name: str) -> str:
-        return name if name in self.cut else name.partition(".")[2]
 
     def _joined(self, own: Tensor) -> Tensor:
         """A piece of the experts with those of the other expert ranks; the ranks beside the first rank take part."""
@@ -174,7 +171,7 @@ def spread(model: Transformer, mesh: Mesh, eye: Multimodal | None = None) -> Spr
     if mesh.size("pipeline") > 1:
         stages = pipeline.cut(model, axes.pipeline, axes.virtual, mesh.index("pipeline"), mesh.group("pipeline"), mesh.device)
     spread = _spread(model, mesh, eye)
-    return spread if stages is None else replace(spread, pipeline=stages, held=frozenset(model.state_dict()))
+    return spread if stages is None else replace(spread, pipeline=stages)
 
 
 def _spread(model: Transformer, mesh: Mesh, eye: Multimodal | None) -> Spread:
@@ -191,16 +188,36 @@ def _spread(model: Transformer, mesh: Mesh, eye: Multimodal | None) -> Spread:
         exchange = added([(p, mesh.group(*axes)) for p, axes in several.values()])
         return Spread(mesh=mesh, cut=frozenset(cut), context=shared, exchange=exchange if several else None)
     rows, shards = head_rows(model.config), []
+    weights = _cut_layers(model, mesh) if mesh.axes.zero == 3 and mesh.size(*TOKENS) > 1 else None
+    several = {name: pair for name, pair in several.items() if weights is None or name not in weights.cuts}
     for axes in {axes: None for _, axes in several.values()}:
         pairs = [(name, p) for name, (p, own) in several.items() if own == axes]
         shards.append(Shards(pairs, {name: _granule(name, p, rows.get(name)) for name, p in pairs}, mesh.group(*axes)))
     exchange = owned(shards, list(several))
-    return Spread(mesh=mesh, cut=frozenset(cut), context=shared, shards=tuple(shards), exchange=exchange if several else None)
+    return Spread(mesh=mesh, cut=frozenset(cut), context=shared, shards=tuple(shards), exchange=exchange if several else None,
+                  weights=weights, owners=() if weights is None else _owners(weights, rows))
+
+
+def _cut_layers(model: Transformer, mesh: Mesh) -> Weights:
+    """Layers cut over the ranks that would hold copies of them, experts that are shared over the ranks that would hold copies of those."""
+    layers = {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers) if not isinstance(layer, pipeline.Elsewhere)}
+    shared = mesh.size("expert") > 1
+    experts = {f"{layer}.{name}": module for layer, part in layers.items() for name, module in part.named_modules()
+               if shared and isinstance(module, RoutedExperts)}
+    return cut_layers(layers, experts, mesh.group(*TOKENS), mesh.group(*COPIES), device=mesh.device, alone=mesh.size(*COPIES) == 1,
+                      on_host=mesh.axes.gradients_on_host)
+
+
+def _owners(weights: Weights, rows: Mapping[str, tuple[int, ...]]) -> tuple[Owners, ...]:
+    """For each group of ranks the matrices that lie over it, as the optimiser divides them."""
+    groups = {id(cut.group): cut.group for cut in weights.cuts.values()}
+    return tuple(Owners(weights.cuts, {name: row_spans(cut.whole, rows.get(name)) if is_matrix(name, cut.whole) else ()
+                                       for name, cut in weights.cuts.items() if cut.group is group}, group) for group in groups.values())
 
 
 def _granule(name: str, parameter: Tensor, heads: tuple[int, ...] | None) -> int:
     """Rows of a parameter that the optimiser takes together: a head, an expert, a whole matrix; one row of a table."""
-    if is_matrix(name, parameter):
+    if is_matrix(name, parameter.shape):
         alone = parameter.ndim > 2 and not name.endswith(PATCHES)
         return sum(heads) if heads else 1 if alone else parameter.shape[0]
     return 1 if name.endswith(TABLES) else parameter.shape[0]

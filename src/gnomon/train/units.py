@@ -7,8 +7,9 @@ matrix per expert. What is no matrix, and the two tables whose rows are tokens, 
 Read next: `muon.py`, which acts on the units.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jaxtyping import Float
 from torch import Tensor
@@ -66,12 +67,12 @@ def _mixer_rows(mixer: object) -> dict[str, tuple[int, ...]]:
     return own() if own is not None else {}
 
 
-def is_matrix(name: str, tensor: Tensor) -> bool:
-    """Whether Muon takes the parameter: a matrix or a stack of matrices that is no token table and no convolution.
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon takes a parameter of this shape: a matrix or a stack of matrices that is no token table and no convolution.
 
     One row is a vector (the query of a depth read): orthogonalising it would only fix its length.
     """
-    return tensor.ndim >= 2 and min(tensor.shape[-2:]) > 1 and not name.endswith(TABLES) and "conv1d" not in name
+    return len(shape) >= 2 and min(shape[-2:]) > 1 and not name.endswith(TABLES) and "conv1d" not in name
 
 
 def split(name: str, tensor: Float[Tensor, "*S A B"], rows: tuple[int, ...] | None) -> list[Float[Tensor, "H _ _"]]:
@@ -89,6 +90,17 @@ def split(name: str, tensor: Float[Tensor, "*S A B"], rows: tuple[int, ...] | No
     return list(heads.split(rows, dim=1))
 
 
+def row_spans(shape: Sequence[int], rows: tuple[int, ...] | None) -> list[tuple[int, int]]:
+    """First and past the last row of each unit of a matrix, or of each matrix of a stack."""
+    if rows is None:
+        return [(0, shape[0])] if len(shape) == 2 else [(index, index + 1) for index in range(shape[0])]
+    bounds = [0]
+    for _ in range(shape[0] // sum(rows)):
+        for height in rows:
+            bounds.append(bounds[-1] + height)
+    return list(pairwise(bounds))
+
+
 def units(name: str, tensor: Tensor, rows: tuple[int, ...] | None) -> Iterator[Unit]:
     """The names of a parameter's units, in the order of `split`."""
     for part, stack in enumerate(split(name, tensor, rows)):
@@ -97,5 +109,5 @@ def units(name: str, tensor: Tensor, rows: tuple[int, ...] | None) -> Iterator[U
 
 def all_units(parameters: Mapping[str, Tensor], rows: Mapping[str, tuple[int, ...]]) -> list[Unit]:
     """Every unit of a model, to be assigned to ranks or counted."""
-    return [unit for name, tensor in parameters.items() if is_matrix(name, tensor)
+    return [unit for name, tensor in parameters.items() if is_matrix(name, tensor.shape)
             for unit in units(name, tensor, rows.get(name))]
