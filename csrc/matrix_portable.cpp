@@ -19,6 +19,7 @@ struct Set {
     typedef float Input;
     static const int LANES = 4, ROWS = 4, DECODED_BYTES = 8, CHUNK = 8, DIRECT_ROWS = 2;
     static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
+    static constexpr int code_columns(int rows) { return rows <= 2 ? 4 : 2; }
 
     static INLINE Sum zero() { return Sum{}; }
     static INLINE Sum load(const float* p) { return ::load<4>(p); }

@@ -1,10 +1,11 @@
 /* The arithmetic of a packed product, written once over a set of instructions. A source file defines TARGET (the function attribute that
  * turns its instructions on) and a struct S, and includes this file inside an anonymous namespace.
  *
- * S has: LANES of a vector; ROWS, the most rows of one tile; columns(R), neighbouring vectors of outputs in a tile of R rows; CHUNK, blocks
- * of MXFP4 that are decoded at once for many rows; Sum, a vector of fp32; Input, how a rounded input is stored; Pair, weights of two inputs
- * ready for products; Both, two inputs in all lanes; dot, which takes from a sum of decoded weights the power of two they carry. A tile keeps R x C sums in registers and walks its inputs in order, so that an output
- * is one chain of additions, the same for every R and C.
+ * S has: LANES of a vector; ROWS, the most rows of one tile; columns(R), neighbouring vectors of outputs in a tile of R rows, and
+ * code_columns(R), the same where MXFP4 is decoded in registers; CHUNK, blocks of MXFP4 that are decoded at once for many rows; Sum, a
+ * vector of fp32; Input, how a rounded input is stored; Pair, weights of two inputs ready for products; Both, two inputs in all lanes; dot,
+ * which takes from a sum of decoded weights the power of two they carry. A tile keeps R x C sums in registers and walks its inputs in
+ * order, so that an output is one chain of additions, the same for every R and C.
  */
 
 /* sums += pair by pair; `p` and `step` are the first row of pairs and the distance to the next. Weights from memory, or from the scratch. */
@@ -16,7 +17,7 @@ TARGET INLINE void add_pairs(const char* p, int64_t step, int64_t pairs, const t
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
             w[c] = DECODED ? S::decoded(p + c * S::LANES * S::DECODED_BYTES) : S::pair(p + c * S::LANES * 4);
-            if (!DECODED && R <= 2) __builtin_prefetch(p + c * S::LANES * 4 + AHEAD);
+            if (!DECODED && R <= 2 && c % (16 / S::LANES) == 0) __builtin_prefetch(p + c * S::LANES * 4 + AHEAD);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -37,7 +38,7 @@ TARGET INLINE void add_codes(const char* p, int64_t step, const typename S::Inpu
 #pragma GCC unroll 8
             for (int c = 0; c < C; ++c) {
                 w[c] = S::decode(p + c * S::LANES * 4, k);
-                if (k == 0 && R <= 2) __builtin_prefetch(p + c * S::LANES * 4 + AHEAD);
+                if (k == 0 && R <= 2 && c % (16 / S::LANES) == 0) __builtin_prefetch(p + c * S::LANES * 4 + AHEAD);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
@@ -71,6 +72,8 @@ TARGET INLINE void finish(const Tile& t, int64_t row, int64_t lane, typename S::
 
 /* The tile of R rows and C vectors of outputs, by format. Each is a struct so that `over` can walk any of them. */
 struct FP32 {
+    template <class S>
+    static constexpr int columns(int rows) { return S::columns(rows); }
     template <class S, int R, int C>
     TARGET static void INLINE run(const Tile& t, int64_t row, int64_t lane) {
         typename S::Sum sums[R][C];
@@ -82,7 +85,7 @@ struct FP32 {
 #pragma GCC unroll 8
             for (int c = 0; c < C; ++c) {
                 w[c] = S::load(reinterpret_cast<const float*>(p) + c * S::LANES);
-                if (R <= 2) __builtin_prefetch(p + c * S::LANES * 4 + AHEAD);
+                if (R <= 2 && c % (16 / S::LANES) == 0) __builtin_prefetch(p + c * S::LANES * 4 + AHEAD);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r)
@@ -93,7 +96,7 @@ struct FP32 {
     }
 };
 
-struct BFloat16 {
+struct BFloat16 : FP32 {
     template <class S, int R, int C>
     TARGET static void INLINE run(const Tile& t, int64_t row, int64_t lane) {
         typename S::Sum sums[R][C];
@@ -106,6 +109,8 @@ struct BFloat16 {
 
 /* Codes become values in registers: for few rows. */
 struct Codes {
+    template <class S>
+    static constexpr int columns(int rows) { return S::code_columns(rows); }
     template <class S, int R, int C>
     TARGET static void INLINE run(const Tile& t, int64_t row, int64_t lane) {
         typename S::Sum totals[R][C];
@@ -127,7 +132,7 @@ struct Codes {
 };
 
 /* Blocks [first, last) were decoded into the scratch, for many rows; the sums go from one chunk of blocks to the next in memory. */
-struct Decoded {
+struct Decoded : FP32 {
     template <class S, int R, int C>
     TARGET static void INLINE run(const Tile& t, int64_t row, int64_t lane) {
         const typename S::Input* x = static_cast<const typename S::Input*>(t.x) + row * t.x_stride + t.first * 32;
@@ -171,7 +176,7 @@ TARGET INLINE void decode_chunk(const Tile& t) {
 /* R rows: all vectors of outputs, as many at once as the registers hold. */
 template <class S, class F, int R>
 TARGET INLINE void across(const Tile& t, int64_t row) {
-    const int C = S::columns(R);
+    const int C = F::template columns<S>(R);
     int64_t lane = 0;
     for (; lane + C * S::LANES <= t.lanes; lane += C * S::LANES) F::template run<S, R, C>(t, row, lane);
     for (; lane < t.lanes; lane += S::LANES) F::template run<S, R, 1>(t, row, lane);

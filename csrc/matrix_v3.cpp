@@ -14,13 +14,19 @@ namespace {
 /* Twice the value of each code, a byte each, for both halves of a vector. */
 alignas(32) const int8_t TWICE[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
+/* A shuffle that moves byte 1, or byte 2, of each word to its top and zeros below. */
+#define MOVE(b) -1, -1, -1, b, -1, -1, -1, 4 + b, -1, -1, -1, 8 + b, -1, -1, -1, 12 + b
+alignas(32) const int8_t MOVE_1[32] = {MOVE(1), MOVE(1)}, MOVE_2[32] = {MOVE(2), MOVE(2)};
+
 struct Set {
     typedef __m256 Sum;
     struct Pair { __m256 even, odd; };
     typedef const float* Both;
     typedef float Input;
     static const int LANES = 8, ROWS = 4, DECODED_BYTES = 8, CHUNK = 8, DIRECT_ROWS = 4;
-    static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
+    /* One row takes a whole group: weights are read one after another, as memory gives them fastest. */
+    static constexpr int columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+    static constexpr int code_columns(int rows) { return rows <= 2 ? 4 : 2; }
 
     TARGET static INLINE Sum zero() { return _mm256_setzero_ps(); }
     TARGET static INLINE Sum load(const float* p) { return _mm256_loadu_ps(p); }
@@ -38,12 +44,13 @@ struct Set {
         _mm256_store_ps(reinterpret_cast<float*>(p), w.even);
         _mm256_store_ps(reinterpret_cast<float*>(p) + 8, w.odd);
     }
-    /* A byte of each word, moved to its top: as an integer it is 2^24 times the byte. One byte needs no move, the lowest no mask. */
+    /* A byte of each word, moved to its top: as an integer it is 2^24 times the byte. */
     template <int BYTE>
     TARGET static INLINE __m256 top(__m256i words) {
-        __m256i moved = BYTE == 3 ? words : _mm256_slli_epi32(words, 24 - 8 * BYTE);
-        if (BYTE) moved = _mm256_and_si256(moved, _mm256_set1_epi32(static_cast<int>(0xff000000)));
-        return _mm256_cvtepi32_ps(moved);
+        if (BYTE == 0) return _mm256_cvtepi32_ps(_mm256_slli_epi32(words, 24));
+        if (BYTE == 3) return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xff000000))));
+        const __m256i move = _mm256_load_si256(reinterpret_cast<const __m256i*>(BYTE == 1 ? MOVE_1 : MOVE_2));
+        return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(words, move));
     }
     /* Codes k and 4 + k of each word, 2^25 times their values: eight codes of a word are looked up with two shuffles of bytes. */
     TARGET static INLINE Pair decode(const char* p, int k) {

@@ -23,6 +23,7 @@ struct Set {
     typedef float Input;
     static const int LANES = 16, ROWS = 5, DECODED_BYTES = 8, CHUNK = 8, DIRECT_ROWS = 10;
     static constexpr int columns(int) { return 4; }
+    static constexpr int code_columns(int) { return 4; }
 
     TARGET static INLINE Sum zero() { return _mm512_setzero_ps(); }
     TARGET static INLINE Sum load(const float* p) { return _mm512_loadu_ps(p); }

@@ -24,6 +24,7 @@ struct Set {
     typedef uint16_t Input;
     static const int LANES = 16, ROWS = 6, DECODED_BYTES = 4, CHUNK = 16, DIRECT_ROWS = 12;
     static constexpr int columns(int) { return 4; }
+    static constexpr int code_columns(int) { return 4; }
 
     TARGET static INLINE Sum zero() { return _mm512_setzero_ps(); }
     TARGET static INLINE Sum load(const float* p) { return _mm512_loadu_ps(p); }
