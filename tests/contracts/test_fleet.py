@@ -219,6 +219,37 @@ def test_no_replica_and_too_large_a_body():
     fleet(play, body_bytes=4096)
 
 
+def test_bodies_that_are_inside_are_bounded_together_and_in_time():
+    """Two bodies fill the room while their replica thinks; the third is sent away, and a body that never ends is too."""
+
+    async def play(client, router, scripted):
+        scripted.does = dict.fromkeys(NAMES, "waits")
+        running = [asyncio.create_task(client.post(URL, json=body(user, filler="x" * 1500))) for user in ("a", "b")]
+        while sum(place.running for place in router.places.values()) < 2:
+            await asyncio.sleep(0)
+        assert router.room.used > 3000
+        refused = await client.post(URL, json=body("c", filler="x" * 1500))
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        scripted.gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*running)] == [200, 200]
+        assert router.room.used == 0
+
+    async def late(client, router, scripted):
+        never = asyncio.Event()
+
+        async def slowly():
+            yield b'{"messages": '
+            await never.wait()
+
+        slow = await client.post(URL, content=slowly(), headers={"content-type": "application/json"})
+        assert slow.status_code == 408
+        assert router.room.used == 0
+
+    fleet(play, inside_bytes=4096)
+    fleet(late, body_seconds=0.2)
+
+
 SERVER = """
 import http.server, sys
 class Answers(http.server.BaseHTTPRequestHandler):

@@ -1,6 +1,7 @@
 """The engine under asyncio: streams, cancelling by leaving, draining, failures that are told and survived, sleep when idle."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 from contextlib import aclosing
@@ -9,9 +10,10 @@ import pytest
 from stand_in import StandIn
 
 from gnomon.errors import CapacityError, ConfigError
+from gnomon.serve import live as module
 from gnomon.serve.engine import Engine, EngineSettings
 from gnomon.serve.live import LiveEngine
-from gnomon.serve.request import Finished, Request, Sampled, Sampling, Started
+from gnomon.serve.request import Finished, Grammar, Request, Sampled, Sampling, Started
 
 
 def request(name="a", prompt=(1, 2, 3), tokens=5):
@@ -182,3 +184,30 @@ def test_a_loop_that_is_gone_does_not_hold_the_engine():
         assert live.stats().running == 0
     finally:
         live.stop()
+
+
+def test_a_grammar_that_takes_too_long_holds_up_no_other(monkeypatch):
+    """It is refused in time, at once while it is still being compiled, and others are compiled beside it."""
+    done, compiled = threading.Event(), []
+
+    def prepare(asked):
+        compiled.append(asked.sampling.grammar.text)
+        if asked.sampling.grammar.text == "slow" and not done.wait(60):
+            raise AssertionError("nobody let it go on")
+
+    def bound(text):
+        asked = request(text)
+        return dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, grammar=Grammar(kind="regex", text=text)))
+
+    async def test(live, runner):
+        monkeypatch.setattr(live._engine, "prepare", prepare)
+        for seconds in (0.2, 60.0):
+            monkeypatch.setattr(module, "COMPILE_SECONDS", seconds)
+            with pytest.raises(ConfigError, match="took longer"):
+                await said(live, bound("slow"))
+        assert compiled == ["slow"]
+        assert isinstance((await said(live, bound("quick")))[-1], Finished)
+        done.set()
+        live._grammars.shutdown(wait=True)
+
+    run(test)

@@ -27,6 +27,7 @@ from gnomon.kernels import native
 from gnomon.model.inference import InferenceModel
 from gnomon.model.multimodal import Eye, Multimodal, load_eye, save_multimodal
 from gnomon.model.parts import VisionConfig
+from gnomon.serve import seeing
 from gnomon.serve.assembly import service_of
 from gnomon.serve.engine import Engine, EngineSettings
 from gnomon.serve.load import Loaded, load
@@ -170,13 +171,20 @@ def test_requests_that_do_not_fit_are_refused(runner: Runner, network: Multimoda
 
 @pytest.fixture
 def web() -> Iterator[str]:
-    """A server on this machine with a picture, a redirect to it, and something too large."""
-    picture = file(noise(30, 30, 1))
+    """A server on this machine with a picture, a redirect to it, something too large, and something that never ends."""
+    picture, over = file(noise(30, 30, 1)), threading.Event()
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(302 if self.path == "/moved" else 200)
             body = {"/picture": picture, "/large": bytes(5000)}.get(self.path, b"")
+            piece = b"HTTP/1.1 200 OK\r\nx-long: "
+            while self.path == "/slow" and not over.wait(0.02):
+                try:
+                    self.wfile.write(piece)
+                except OSError:
+                    return
+                piece = b"a"
             if self.path == "/moved":
                 self.send_header("location", "/picture")
             self.send_header("content-length", str(len(body)))
@@ -190,6 +198,7 @@ def web() -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
+    over.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -225,6 +234,15 @@ def test_files_and_hosts_are_read_where_that_is_allowed(network: Multimodal, pad
             closed.read(addressed(address))
     opened.close()
     closed.close()
+
+
+def test_a_host_that_gives_byte_after_byte_is_left_in_time(network: Multimodal, pad: int, web: str, monkeypatch: pytest.MonkeyPatch
+                                                           ) -> None:
+    monkeypatch.setattr(seeing, "FETCH_SECONDS", 0.3)
+    opened = sight(network, pad, hosts=("127.0.0.1",))
+    with pytest.raises(Refused, match="in time"):
+        opened.read(addressed(f"{web}/slow"))
+    opened.close()
 
 
 def test_too_many_and_too_large_images_are_refused(network: Multimodal, pad: int) -> None:

@@ -73,7 +73,9 @@ def _fleet(parsed: argparse.Namespace, settings: "ServeSettings", console: "Cons
     from gnomon.serve import fleet_processes, server
     from gnomon.serve.fleet import FleetSettings
 
-    fleet = FleetSettings(replicas=parsed.replicas, body_bytes=settings.limits.body_bytes, stop_seconds=max(settings.drain_seconds, 1.0))
+    limits = settings.limits
+    fleet = FleetSettings(replicas=parsed.replicas, body_bytes=limits.body_bytes, body_seconds=limits.body_seconds,
+                          inside_bytes=limits.inside_bytes, stop_seconds=max(settings.drain_seconds, 1.0))
     share = settings.cache.budget_bytes // fleet.replicas if settings.cache.memory_bytes is None else settings.cache.memory_bytes
     recipe = [] if parsed.recipe is None else ["--recipe", str(parsed.recipe)]
     own = [sys.executable, "-m", "gnomon", "serve", *recipe, str(parsed.run), *parsed.overrides, "host=127.0.0.1",

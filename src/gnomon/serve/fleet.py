@@ -34,12 +34,15 @@ class FleetSettings:
     tokens: int = setting(262_144, "tokens of prompts and outputs, estimated, that a replica may have in work; a larger one may run alone")
     points: int = setting(64, "points of a replica on the ring: more share the keys more evenly")
     body_bytes: int = setting(16 * 2**20, "size of a request's body; larger ones get 413")
+    body_seconds: float = setting(30.0, "time in which a body must have arrived; later ones get 408")
+    inside_bytes: int = setting(128 * 2**20, "bytes of all bodies that are inside at a time; others get 429")
     check_seconds: float = setting(1.0, "time between two looks at each replica's health")
     start_seconds: float = setting(600.0, "how long a replica may take until it answers for the first time")
     stop_seconds: float = setting(30.0, "how long running answers may go on after a request to stop")
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "tokens", "points", "body_bytes", "check_seconds", "start_seconds", "stop_seconds"):
+        for name in ("replicas", "tokens", "points", "body_bytes", "body_seconds", "inside_bytes", "check_seconds", "start_seconds",
+                     "stop_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"'{name}' is {getattr(self, name)}; use a positive number")
 

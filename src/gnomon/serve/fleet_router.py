@@ -19,9 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gnomon.serve.admission import Busy
 from gnomon.serve.api import refusal
 from gnomon.serve.api_answer import dialect_of, error_event
-from gnomon.serve.errors import Problem
+from gnomon.serve.body import Room
+from gnomon.serve.errors import Problem, Rejected, problem
 from gnomon.serve.fleet import FleetSettings, Place, Ring, cost_of, key_of
 
 OWN = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade", "host",
@@ -41,6 +43,7 @@ class Router:
         self.ring = Ring(addresses, settings.points)
         self.places = {name: Place(name, url, settings.tokens) for name, url in addresses.items()}
         self.retried = 0
+        self.room = Room(settings.inside_bytes)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.client = httpx.AsyncClient(transport=transport, timeout=httpx.Timeout(None, connect=5.0), limits=limits)
 
@@ -94,36 +97,44 @@ class Router:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def pass_on(self, request: Request) -> Response:
-        """Send a request to where it belongs."""
-        path = request.url.path
+        """Send a request to where it belongs. Its body is held until an answer has begun, within bounds of size, time and all of them."""
+        held: list[int] = []
         try:
-            data = await self._body(request)
+            return await self._placed(request, await self._body(request, held))
         except ClientDisconnect:
             return Response(status_code=499)
-        if data is None:
-            return refusal(path, Problem(status=413, message=f"the body is larger than {self.settings.body_bytes} bytes; send less",
-                                         code="request_too_large"))
-        body = _parsed(data)
+        except (Rejected, Busy) as error:
+            return refusal(request.url.path, problem(error))
+        finally:
+            self.room.give(sum(held))
+
+    async def _placed(self, request: Request, data: bytes) -> Response:
+        path, body = request.url.path, _parsed(data)
         order, cost = [self.places[name] for name in self.ring.places(key_of(body))], cost_of(body, len(data))
         alive = [place for place in order if place.healthy]
         if not alive:
-            return refusal(path, Problem(status=503, message="no replica answers now; try again later", code="server_error",
-                                         headers={"retry-after": str(RETRY_SECONDS)}))
+            return _later(path, 503, "no replica answers now; try again later")
         pair = [place for place in order[:2] if place.healthy] or alive[:1]
         roomy = [place for place in pair if place.fits(cost)]
         if not roomy:
             message = f"the replicas of this conversation have no room for about {cost} more tokens; try again later"
-            return refusal(path, Problem(status=429, message=message, code="rate_limit_exceeded",
-                                         headers={"retry-after": str(RETRY_SECONDS)}))
+            return _later(path, 429, message, "rate_limit_exceeded")
         return await self._first_that_answers(request, data, cost, [*roomy, *(place for place in alive if place not in pair)])
 
-    async def _body(self, request: Request) -> bytes | None:
-        chunks, size = [], 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > self.settings.body_bytes:
-                return None
-            chunks.append(chunk)
+    async def _body(self, request: Request, held: list[int]) -> bytes:
+        """The body; `held` receives what it takes of the room. Raises `Rejected` for one too large or too slow, `Busy` without room."""
+        chunks, size, settings = [], 0, self.settings
+        try:
+            async with asyncio.timeout(settings.body_seconds):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > settings.body_bytes:
+                        raise Rejected(413, f"the body is larger than {settings.body_bytes} bytes; send less", "request_too_large")
+                    self.room.take(len(chunk))
+                    held.append(len(chunk))
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise Rejected(408, f"the body did not arrive within {settings.body_seconds:g} s", "request_timeout") from None
         return b"".join(chunks)
 
     async def _first_that_answers(self, request: Request, data: bytes, cost: int, order: list[Place]) -> Response:
@@ -134,8 +145,7 @@ class Router:
             if response is not None:
                 return response
             self.retried += 1
-        return refusal(request.url.path, Problem(status=503, message="no replica could answer; try again later", code="server_error",
-                                                 headers={"retry-after": str(RETRY_SECONDS)}))
+        return _later(request.url.path, 503, "no replica could answer; try again later")
 
     async def _try(self, request: Request, data: bytes, cost: int, place: Place) -> Response | None:
         """The answer of a replica, or `None` where nothing of it has come and another may try."""
@@ -190,6 +200,10 @@ class Router:
     def _failed(self, place: Place) -> None:
         place.failed += 1
         place.healthy = False
+
+
+def _later(path: str, status: int, message: str, code: str = "server_error") -> Response:
+    return refusal(path, Problem(status=status, message=message, code=code, headers={"retry-after": str(RETRY_SECONDS)}))
 
 
 def _parsed(data: bytes) -> Any:

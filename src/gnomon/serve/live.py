@@ -17,13 +17,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from gnomon.errors import CapacityError, ConfigError, GnomonError
 from gnomon.serve.constrain import Constraint
 from gnomon.serve.engine import Engine, EngineStats
-from gnomon.serve.request import Event, Finished, Request, Sampled
+from gnomon.serve.request import Event, Finished, Grammar, Request, Sampled
 
 FAILURES = (GnomonError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, MemoryError,
             OSError)
 """What a step may raise that says nothing about the next one. Anything else ends the thread, and all requests with it."""
 COMPILE_SECONDS = 20.0
 """How long a request waits for its grammar to be compiled, those before it included."""
+COMPILERS = 4
+"""Grammars that are compiled at a time: what takes too long cannot be stopped, and holds up no other."""
 PAUSE = 0.001
 """Seconds to wait after a step that had nothing to do although requests wait."""
 
@@ -38,7 +40,8 @@ class LiveEngine:
         self._listeners: dict[str, _Listener] = {}
         self._thread: threading.Thread | None = None
         self._open = False  # whether the thread will still look at commands
-        self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._grammars = ThreadPoolExecutor(max_workers=COMPILERS, thread_name_prefix="grammar")
+        self._slow: dict[Grammar, Future[Constraint | None]] = {}  # grammars that took too long and are still being compiled
         self._until: float | None = None  # when to stop whatever still runs
         self.problem: str | None = None
 
@@ -95,14 +98,22 @@ class LiveEngine:
         self._do(lambda: _ignore(self._engine.cancel(request_id)))
 
     async def _compiled(self, request: Request) -> Constraint | None:
-        """The grammar of a request, compiled beside everything else, one at a time. Raises `ConfigError` where that takes too long."""
-        if request.sampling.grammar is None:
+        """The grammar of a request, compiled beside everything else. Raises `ConfigError` where that takes too long, and at once for one
+        that did and is not done yet."""
+        grammar = request.sampling.grammar
+        if grammar is None:
             return None
-        work = asyncio.get_running_loop().run_in_executor(self._grammars, self._engine.prepare, request)
+        self._slow = {slow: work for slow, work in self._slow.items() if not work.done()}
+        message = f"'grammar' took longer than {COMPILE_SECONDS:g} s to compile; make it smaller"
+        if grammar in self._slow:
+            raise ConfigError(message)
+        work = self._grammars.submit(self._engine.prepare, request)
         try:
-            return await asyncio.wait_for(work, COMPILE_SECONDS)
+            return await asyncio.wait_for(asyncio.wrap_future(work), COMPILE_SECONDS)
         except TimeoutError:
-            raise ConfigError(f"'grammar' took longer than {COMPILE_SECONDS:g} s to compile; make it smaller") from None
+            if not work.cancel() and not work.done():
+                self._slow[grammar] = work
+            raise ConfigError(message) from None
 
     async def _accepted(self, request: Request, constraint: Constraint | None, listener: _Listener) -> None:
         done: Future[None] = Future()

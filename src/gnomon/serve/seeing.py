@@ -7,7 +7,9 @@ it comes, and takes no other for it. Read next: `service.py`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +34,9 @@ IDS = 1 << 31
 """Ids end here: what the prefix cache can tell apart."""
 
 FETCH_SECONDS = 20.0
+"""For all images of a request that come from the web, from the first name that is looked up to the last byte."""
+READERS = 4
+"""Requests whose images are read at a time: a host that is slow holds up no other's."""
 
 
 class Sight:
@@ -44,19 +49,22 @@ class Sight:
         self.vocabulary = eye.config.vocab_size
         self.limits = ImageLimits(patch_size=eye.config.vision.patch_size, merge_size=eye.config.vision.merge_size)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="see")  # looking takes long and must not stop other prompts
+        self.readers = ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="read")
         self._known: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
         self._bytes, self._turn = 0, Lock()
 
     def close(self) -> None:
-        """Let go of the thread."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        """Let go of the threads."""
+        for threads in (self.threads, self.readers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def read(self, conversation: Conversation) -> Conversation:
         """The conversation with the bytes of all its images. Raises `Refused` for too many, too large ones, none, or not allowed."""
         images = [part for message in conversation.messages for part in message.content if isinstance(part, Image)]
         if len(images) > self.settings.images:
             raise Refused(f"the messages have {len(images)} images; this server takes {self.settings.images} in a request", "messages")
-        return replace(conversation, messages=tuple(self._message(message) for message in conversation.messages))
+        until = time.monotonic() + FETCH_SECONDS
+        return replace(conversation, messages=tuple(self._message(message, until) for message in conversation.messages))
 
     def place(self, encoded: Encoded) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Seen, ...]]:
         """Tokens with as many ids for each image as it has vectors, the boundaries moved along, and the images at their positions."""
@@ -74,11 +82,11 @@ class Sight:
             moved.append(len(tokens))
         return tuple(tokens), tuple(moved[length] for length in encoded.boundaries), tuple(images)
 
-    def _message(self, message: Message) -> Message:
+    def _message(self, message: Message, until: float) -> Message:
         content: list[Part] = []
         for part in message.content:
             if isinstance(part, Image):
-                part = part if part.address is None else replace(part, data=self._at(part.address), address=None)
+                part = part if part.address is None else replace(part, data=self._at(part.address, until), address=None)
                 try:
                     open_image(part.data, self.settings.pixels)
                 except DataError as error:
@@ -86,13 +94,13 @@ class Sight:
             content.append(part)
         return replace(message, content=tuple(content))
 
-    def _at(self, address: str) -> bytes:
-        """The bytes at an address, where the settings allow it."""
+    def _at(self, address: str, until: float) -> bytes:
+        """The bytes at an address, where the settings allow it, if they come before `until`."""
         parts = urlsplit(address)
         if parts.scheme == "file" and parts.netloc in ("", "localhost"):
             return self._file(Path(unquote(parts.path)))
         if parts.scheme in ("http", "https") and parts.hostname in self.settings.hosts:
-            return _fetched(address, self.settings.file_bytes)
+            return asyncio.run(_fetched(address, self.settings.file_bytes, until - time.monotonic()))
         raise Refused(f"this server does not read {address[:100]!r}; send the image itself, as base64", "messages")
 
     def _file(self, path: Path) -> bytes:
@@ -132,19 +140,21 @@ def content_ids(digest: bytes, count: int, vocabulary: int) -> list[int]:
     return [vocabulary + int(value) % (IDS - vocabulary) for value in np.frombuffer(raw, "<u4")]
 
 
-def _fetched(address: str, most: int) -> bytes:
+async def _fetched(address: str, most: int, seconds: float) -> bytes:
     """What an allowed host gives, within bounds of size and time; it cannot send us on to another."""
     import httpx
 
     data = bytearray()
     try:
-        with httpx.stream("GET", address, timeout=FETCH_SECONDS, follow_redirects=False) as response:
+        async with asyncio.timeout(seconds), httpx.AsyncClient(timeout=None) as client, client.stream("GET", address) as response:
             if response.status_code != 200:
                 raise Refused(f"{address[:100]!r} answers {response.status_code}", "messages")
-            for piece in response.iter_bytes():
+            async for piece in response.aiter_bytes():
                 data += piece
                 if len(data) > most:
                     raise Refused(f"{address[:100]!r} is larger than {most} bytes", "messages")
+    except TimeoutError:
+        raise Refused(f"{address[:100]!r} did not come in time; the images of a request have {FETCH_SECONDS:g} s", "messages") from None
     except httpx.HTTPError as error:
         raise Refused(f"{address[:100]!r} cannot be read: {error}", "messages") from None
     return bytes(data)

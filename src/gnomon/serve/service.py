@@ -114,7 +114,7 @@ class Service:
         chat, conversation = self.chat, self._with_effort(asked.conversation)
         if self.sight is not None and any(isinstance(part, Image) for message in conversation.messages for part in message.content):
             sight = self.sight
-            read = await self.in_thread(lambda: sight.read(conversation), sight.threads)
+            read = await self.in_thread(lambda: sight.read(conversation), sight.readers)
             encoded = await self.in_thread(lambda: chat.encode(read, images=True))
             tokens, boundaries, images = await self.in_thread(lambda: sight.place(encoded), sight.threads)
         else:
