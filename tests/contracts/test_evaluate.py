@@ -21,7 +21,7 @@ from gnomon.agent.evaluate_results import Column, Results, Row, row, summary
 from gnomon.agent.evaluate_serving import overrides
 from gnomon.agent.evaluate_table import show
 from gnomon.agent.policies.scripted import ScriptedPolicy
-from gnomon.agent.task import Check, Task
+from gnomon.agent.task import Check, Step, Task
 from gnomon.agent.trajectory import Score, Span, StopReason, Trajectory, Turn
 from gnomon.data.messages import Conversation, Image, Message, Text, ToolCall
 from gnomon.data.tokenizer import train_tokenizer
@@ -350,10 +350,26 @@ def test_what_does_not_fit_is_said_before_anything_is_asked(tmp_path: Path, chan
         asyncio.run(opening())
 
 
+def test_mixes_that_training_never_sees_can_be_attempted(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(TASKS[0].text + "\n")
+    table = {"tasks": [{"kind": "jsonl", "path": str(tmp_path / "t.jsonl")}], "harnesses": ["bash"], "held_out_mixes": 2,
+             "draw": {"harnesses": ["codex", "openclaw", "hermes"], "held_out": ["minimal"], "held_out_mixes": 0.5},
+             "policies": {"p": {"kind": "scripted", "settings": {"replies": ["2"]}}}}
+
+    async def opening() -> dict[str, str]:
+        async with entrants(recipe(tmp_path, **table)) as opened:
+            assert all(name in opened.made_of for name in opened.harnesses)
+            return {name: each.name for name, each in opened.harnesses.items()}
+
+    found = asyncio.run(opening())
+    assert [*found] == [*found.values()] and {"bash", "minimal"} < set(found)
+    assert len([name for name in found if name.startswith("mix-")]) == 2 and found == asyncio.run(opening())
+
+
 @pytest.mark.parametrize(("task", "said"), [
     (replace(TASKS[0], diagnosis=Check(kind="limited")), "diagnosis"), (replace(TASKS[0], diagnosis=Check(kind="exakt")), "'exact'"),
     (replace(TASKS[0], check=Check(kind="exakt")), "did you mean 'exact'"), (replace(TASKS[0], check=Check(kind="exact")), "answer"),
-    (replace(TASKS[0], metadata={"harbor": "a/b", "step": "two"}), "is a step of a Harbor task")])
+    (replace(TASKS[0], check=Check(kind="steps"), steps=(Step(name="two", prompt="", check=Check(kind="exakt")),)), "step 'two'")])
 def test_a_task_that_cannot_be_judged_is_refused_at_once(tmp_path: Path, task: Task, said: str) -> None:
     (tmp_path / "t.jsonl").write_text(task.text + "\n")
     table = {"tasks": [{"kind": "jsonl", "path": str(tmp_path / "t.jsonl")}], "harnesses": ["minimal"],

@@ -11,7 +11,7 @@ import pytest
 from gnomon.agent.gateway import Gateway
 from gnomon.agent.gateway_visit import Bounds, Visit
 from gnomon.agent.policies.scripted import ScriptedPolicy, say
-from gnomon.agent.policy import Sampling
+from gnomon.agent.policy import ContextFull, Sampling
 from gnomon.agent.record import BudgetSpent, Recorder
 from gnomon.agent.task import Budget
 from gnomon.agent.trajectory import Trajectory
@@ -251,17 +251,22 @@ def test_a_spent_budget_ends_the_program(path: str) -> None:
 
 def test_failures_of_the_policy_are_no_answers() -> None:
     def broken(conversation: Conversation) -> Message:
+        if len(conversation.messages) == 2:
+            raise ContextFull("http://10.0.0.1/v1: status 400: secret words")
         raise PolicyError("nobody at home") if len(conversation.messages) == 1 else KeyError("bug")
 
     async def work(gateway: Gateway, visit: Visit) -> Any:
         first = await post(gateway, visit.secret, "/v1/messages")
         assert isinstance(visit.failure, PolicyError)
         two = {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "a"}]}
-        return first, await post(gateway, visit.secret, "/v1/messages", BODIES["/v1/messages"] | two)
+        full = {"messages": two["messages"][:2]}
+        return (first, await post(gateway, visit.secret, "/v1/messages", BODIES["/v1/messages"] | two),
+                await post(gateway, visit.secret, "/v1/messages", BODIES["/v1/messages"] | full))
 
-    (first, second), recorder = visited(ScriptedPolicy(broken), work)
+    (first, second, third), recorder = visited(ScriptedPolicy(broken), work)
     said = first.json()["error"]["message"]
     assert first.status_code == 502 and "did not answer" in said and "nobody at home" not in said
+    assert third.status_code == 400 and "prompt is too long" in third.text and "10.0.0.1" not in third.text and "secret" not in third.text
     assert second.status_code == 500 and second.json()["type"] == "error" and "bug" not in second.text and recorder.turns == 0
 
 

@@ -124,6 +124,22 @@ def test_a_command_that_fails_is_work() -> None:
     assert reason == "finished"
 
 
+def test_summaries_are_drawn_as_answers_are() -> None:
+    drawn: list[Any] = []
+
+    class Draws(Model):
+        async def complete(self, conversation: Conversation, sampling: Sampling | None = None, *, purpose: Any = None) -> Completion:
+            drawn.append(sampling)
+            return await super().complete(conversation, sampling, purpose=purpose)
+
+    call = say("", ("bash", {"command": "x" * 2000}))
+    model = Draws([call, call, "summed up", "done"])
+    over = ["context.kind='compact'", "context.settings.tokens=600", "sampling.temperature=0.5", "sampling.max_tokens=77"]
+    asyncio.run(harness.opened("bash", over).run(TASK, model, Box()))  # type: ignore[arg-type]
+    assert len(drawn) == 4 and set(drawn) == {Sampling(temperature=0.5, max_tokens=77)}
+    assert any(conversation.tool_choice == "none" for conversation in model.asked)
+
+
 def test_turns_are_bounded() -> None:
     reason, model = attempted("bash", [say("", ("bash", {"command": "true"}))] * 4, Box(), ["turns=4"])
     assert reason == "budget" and len(model.asked) == 4

@@ -98,6 +98,7 @@ def test_a_database_that_was_written_by_hand_is_not_believed():
     [("x", "send", "{}")], [(500, "drop", "{}")], [(500, "send", "[]")], [(500, "send", "{")], [(500, "send", '{"to": 1}')],
     [(500, None, None)],
     [(500, "book", '{"title": "x", "start": "99999-00:00", "end": "1-00:00"}')], [(500, "send", '{"self": 1}')],
+    [(500, "cancel", '{"id": 99999999999999999999999}')], [(500, "read", '{"id": 99999999999999999999999}')],
 ])
 def test_a_journal_of_nonsense_is_nothing(journal):
     [task] = made(count=1)

@@ -255,6 +255,14 @@ def test_nothing_of_the_agents_package_runs_beside_the_true_module(package, tmp_
         assert reward == float(name == "right") and true_ran == ["", files["__init__.py"]]
 
 
+def test_where_nobody_can_be_stepped_down_to_there_is_no_reward(monkeypatch, tmp_path):
+    (tmp_path / "job.json").write_text('{"kind": "examples"}')
+    monkeypatch.setattr(apart, "_can_step_down", lambda: False)
+    monkeypatch.setattr(apart, "TESTS", str(tmp_path))
+    with pytest.raises(SystemExit, match="one user"):
+        apart.main()
+
+
 def test_shown_examples_are_cut_at_the_end_of_one():
     text = 'def f():\n    """Say.\n\n    >>> 1\n    1\n\n    Then:\n\n    >>> 2\n    2\n    """\n    a = 1\n    b = 2\n    return a + b\n'
     [function] = doctests.functions(text)

@@ -147,6 +147,13 @@ def test_a_program_is_attempted_and_judged_like_any_harness(tmp_path: Path) -> N
     assert trajectory.stop_reason == "finished" and trajectory.harness == "programs/mine" and len(trajectory.turns) == 1
 
 
+def test_programs_in_other_sandboxes_are_refused_by_name() -> None:
+    program.check_backend("programs/codex", "namespaces")
+    program.check_backend("bash", "microvm")
+    with pytest.raises(ConfigError, match=r"'programs/codex' is a program.*not 'microvm'.*set backend"):
+        program.check_backend("programs/codex", "microvm")
+
+
 def test_programs_are_named_and_checked(tmp_path: Path) -> None:
     assert program.names() == ["programs/claude-code", "programs/codex", "programs/kimi-code", "programs/mini-swe-agent"]
     assert all(program.program(name).argv for name in program.names())

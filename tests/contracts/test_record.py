@@ -302,6 +302,35 @@ def test_a_policy_that_fails_leaves_no_turn() -> None:
     assert recorder.turns == 1
 
 
+def test_who_goes_on_with_a_record_keeps_the_ids_that_were_sampled(tmp_path: Path, tokenizer: Tokenizer, chat: ChatFormat) -> None:
+    class Bytes(ScriptedPolicy):
+        """Samples as no tokenizer writes."""
+
+        def __init__(self) -> None:
+            super().__init__(["never asked"])
+            self._ledger = self.ledger = Ledger(chat)
+
+        async def complete(self, session: str, conversation: Conversation, sampling: Sampling) -> Completion:
+            prompt = self.ledger.prepare(session, conversation)
+            ids = by_bytes(tokenizer, chat, "the argument")
+            span = Span(token_ids=ids, logprobs=(-1.0,) * len(ids), loss_mask=(True,) * len(ids), policy_version=0)
+            return Completion(message=self.ledger.took(session, prompt, ids).message, prompt_ids=prompt.token_ids, sampled=span)
+
+    async def ask(*messages: Message) -> Message:
+        with TrajectoryFile(tmp_path / "t.jsonl", EMPTY) as file:
+            return (await Recorder(Bytes(), file).complete(talk(*messages))).message
+
+    said = [user("hello")]
+    for more in ("more", "and more"):  # each time another process
+        said += [asyncio.run(ask(*said)), user(more)]
+    asyncio.run(ask(*said))
+    found = read(tmp_path / "t.jsonl")
+    assert [turn.parent for turn in found.turns] == [None, 0, 1] and len(found.samples()) == 1
+    ledger = Ledger(chat)
+    ledger.recall("s", found.token_ids(0)[:5], (1, 2), found.turns[0].messages[-1])  # opened by no format of ours: given text
+    assert ledger.prepare("s", talk(*said)).token_ids == chat.encode(talk(*said)).tokens
+
+
 def test_a_file_goes_on_where_it_stopped(tmp_path: Path, chat: ChatFormat) -> None:
     path = tmp_path / "t.jsonl"
     policy = ScriptedPolicy(["a", "b", "c"], chat)

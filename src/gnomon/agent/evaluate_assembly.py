@@ -17,7 +17,7 @@ from gnomon.agent.evaluate import Entrants, Evaluation, Watch, slug
 from gnomon.agent.evaluate_recipe import BudgetSettings, EvalRecipe, PolicySettings
 from gnomon.agent.evaluate_results import Results
 from gnomon.agent.evaluate_serving import serving
-from gnomon.agent.harness import harness
+from gnomon.agent.harness import draw, harness
 from gnomon.agent.task import Budget, Task
 from gnomon.agent.validate import Validation, validated
 from gnomon.config import to_dict, to_toml
@@ -48,15 +48,20 @@ async def validate(recipe: EvalRecipe) -> list[Validation]:
 async def entrants(recipe: EvalRecipe) -> AsyncIterator[Entrants]:
     """Who takes part, opened; closed with the block. Raises `ConfigError` and `DataError` naming what does not fit."""
     harnesses = {_label(name): harness.opened(name) for name in recipe.harnesses}
+    kept = {spec.name: spec for spec in draw.Sampler(recipe.draw).held_out(recipe.held_out_mixes)} if recipe.held_out_mixes else {}
     if len(harnesses) < len(recipe.harnesses):
         raise ConfigError(f"'harnesses': two have one name: {', '.join(recipe.harnesses)}")
+    harnesses = {**{name: harness.Composed(spec) for name, spec in kept.items()}, **harnesses}
     for name, settings in recipe.policies.items():
         if settings.serve is None or settings.kind == "endpoint":  # one of ours opens nothing, so that it can be tried before it is served
             _can_think(name, policy.opened(settings.kind, _table(name, settings, "http://127.0.0.1")), recipe.efforts)
     async with contextlib.AsyncExitStack() as stack:
         tasks, backend = await _tasks(recipe, stack)
+        for name in recipe.harnesses if backend is not None else ():
+            program.check_backend(name, backend.name)
         policies = {name: await _policy(name, settings, recipe.folder, stack) for name, settings in recipe.policies.items()}
         made_of: dict[str, Any] = {_label(name): _rests_on(name) for name in recipe.harnesses}
+        made_of |= {name: to_dict(spec) for name, spec in kept.items()}
         made_of |= {name: _answers(settings) for name, settings in recipe.policies.items()}
         yield Entrants(tasks=tasks, policies=policies, harnesses=harnesses, backend=backend, made_of=made_of)
 
@@ -79,7 +84,10 @@ def _refuse(task: Task) -> None:
     """Raises what is wrong with a task, before anybody attempts it."""
     verifier.opened(task.check, f"task {task.id}")
     for step in task.steps:
-        verifier.opened(step.check, f"task {task.id}: step '{step.name}'")
+        try:
+            verifier.opened(step.check, f"task {task.id}: step '{step.name}'")
+        except ConfigError as error:
+            raise ConfigError(f"task {task.id}: step '{step.name}': {error}") from None
     if task.diagnosis is not None:
         Diagnosis(task)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gnomon import config
+from gnomon.agent.harness.draw import Draw
 from gnomon.config import setting
 from gnomon.errors import ConfigError
 
@@ -64,6 +65,8 @@ class EvalRecipe:
     concurrency: int = setting(4, "attempts at a time")
     efforts: tuple[EffortName, ...] = setting(("none",), "how much the policy is asked to think; none: nothing is said about it")
     harnesses: tuple[str, ...] = setting(("minimal",), "presets, programs, or files ending in .toml")
+    held_out_mixes: int = setting(0, "so many mixes that training never draws, and `draw.held_out`, beside `harnesses`; 0: none of them")
+    draw: Draw = setting(factory=Draw, doc="what training draws harnesses from, where `held_out_mixes` asks for what it never sees")
     solved_at: float = setting(1.0, "reward from which a task counts as solved")
     retries: int = setting(1, "how often an attempt that failed by the machine's fault is begun anew at once")
     give_up_after: int = setting(8, "so many failures of one policy in a row, none of them its own doing, end its column")
@@ -75,7 +78,7 @@ class EvalRecipe:
     budget: BudgetSettings = setting(factory=BudgetSettings, doc="what one attempt may use")
 
     def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("concurrency", 1), ("retries", 0), ("give_up_after", 1)):
+        for name, least in (("samples", 1), ("concurrency", 1), ("retries", 0), ("give_up_after", 1), ("held_out_mixes", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"'{name}' is {getattr(self, name)}; use at least {least}")
         for name in ("tasks", "policies", "harnesses", "efforts"):

@@ -107,7 +107,8 @@ class _Routes:
 
     async def count(self, request: Request, visit: Visit, body: Any, key: str) -> Response:
         """The tokens of Anthropic's messages."""
-        return JSONResponse(anthropic.counted(visit.count(anthropic.read_count(body))))
+        asked = anthropic.read_count(body)
+        return JSONResponse(anthropic.counted(await asyncio.to_thread(visit.count, asked)))  # encoding a long one takes a while
 
     async def models(self, request: Request, visit: Visit, body: Any, key: str) -> Response:
         """The models: one, the attempt's policy."""

@@ -19,6 +19,7 @@ PATHS: Mapping[str, Dialect] = MappingProxyType({
     "/v1/chat/completions": openai_chat, "/v1/responses": openai_responses, "/v1/messages": anthropic,
 })
 COUNT = "/v1/messages/count_tokens"
+FULL = "the prompt is too long: it exceeds the context length of the policy; send less"
 
 
 class Turned(GnomonError):
@@ -78,7 +79,7 @@ def failed(dialect: Dialect, error: Exception) -> tuple[int, dict[str, Any]]:
         case BudgetSpent(limit=limit):
             return 403, dialect.error(403, text, None, f"budget_{limit}")
         case CapacityError():
-            return 400, dialect.error(400, text, None, "context_length_exceeded")
+            return 400, dialect.error(400, FULL, None, "context_length_exceeded")
         case ConfigError() | DataError():
             return 400, dialect.error(400, text, None, "invalid_value")
         case PolicyError():

@@ -91,16 +91,35 @@ class Ledger:
             parser.feed(token)
         reply = parser.finish()
         if reply.complete:
-            kept = self._sessions.setdefault(session, _Session())
-            rolling = Rolling(prompt.token_ids[: len(prompt.token_ids) - len(prompt.opening)])
-            before = rolling.digest
-            run = (*prompt.opening, *sampled)
-            rolling.add(run)
-            same = kept.answers.setdefault((prompt.conversation.thinking, words(reply.message)), {})
-            same.pop(before, None)
-            same[before] = run
-            kept.contexts.add(rolling.digest)
+            before = prompt.token_ids[: len(prompt.token_ids) - len(prompt.opening)]
+            self._keep(session, before, (*prompt.opening, *sampled), (prompt.conversation.thinking, words(reply.message)))
         return reply
+
+    def recall(self, session: str, context: Sequence[int], sampled: Sequence[int], message: Message) -> None:
+        """Take up an answer that another process recorded: the ids that were read before it, those that were sampled, and what they say.
+        One that was cut, or that another format opened, counts as given text."""
+        context, sampled = tuple(context), tuple(sampled)
+        for thinking in (True, False):
+            conversation = Conversation(messages=(Message(role="user", content=()),), thinking=thinking)
+            encoded = self.chat.encode(conversation, generate=True)
+            opening = encoded.tokens[(0, *encoded.boundaries)[-2]:]
+            if context[len(context) - len(opening):] != opening:
+                continue
+            parser = self.chat.parser(conversation)
+            for token in sampled:
+                parser.feed(token)
+            if parser.finish().complete:
+                self._keep(session, context[: len(context) - len(opening)], (*opening, *sampled), (thinking, words(message)))
+
+    def _keep(self, session: str, before: tuple[int, ...], run: tuple[int, ...], said: tuple[bool, Words]) -> None:
+        """Remember a whole answer: what was read before its opening, and its ids with that."""
+        kept = self._sessions.setdefault(session, _Session())
+        rolling = Rolling(before)
+        same = kept.answers.setdefault(said, {})
+        same.pop(rolling.digest, None)
+        same[rolling.digest] = run
+        rolling.add(run)
+        kept.contexts.add(rolling.digest)
 
     def forget(self, session: str) -> None:
         """Nothing of a session is kept; one that is not known is no error."""

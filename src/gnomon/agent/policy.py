@@ -6,7 +6,7 @@ Read next: `record.py`, the only way by which harnesses and programs reach a pol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -79,6 +79,15 @@ class KnowsEfforts(Protocol):
     server knows."""
 
     efforts: tuple[Effort, ...] | None
+
+
+@runtime_checkable
+class Recalls(Protocol):
+    """A policy that keeps the ids of what was sampled, and can be told of those that another process recorded."""
+
+    def recall(self, session: str, context: Sequence[int], sampled: Sequence[int], message: Message) -> None:
+        """An answer of this session: the ids read before it, those sampled, and what they say."""
+        ...
 
 
 def opened(kind: str, settings: Mapping[str, Any] | None = None) -> Policy:

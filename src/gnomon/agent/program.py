@@ -35,6 +35,9 @@ PROGRAMS = Path(__file__).parent / "programs"
 """The folder of programs that have a name, one TOML file each."""
 
 PREFIX = "programs/"
+BACKENDS = ("namespaces",)
+"""The sandboxes that programs are known to run in: those that take a layer over an image, and have a gateway as their only network."""
+
 PLACE = "/opt/gnomon"          # in a machine: what is installed
 STATE = "/var/tmp/gnomon"      # in a machine: what a program keeps for itself
 INSTALL_SECONDS = 1800.0
@@ -79,6 +82,13 @@ def program(name: str) -> Program:
         raise ConfigError(f"program '{name}': no such program{extend.suggestion(name, names())} (choices: {', '.join(names())})")
     found = from_dict(Program, read_toml(path), f"program {name}")
     return found if found.name else replace(found, name=PREFIX + path.stem)
+
+
+def check_backend(name: str, backend: str) -> None:
+    """Raises `ConfigError` for sandboxes that a program cannot be put into."""
+    if known(name) and backend not in BACKENDS:
+        raise ConfigError(f"harness '{name}' is a program, and those run in sandboxes of the backend {', '.join(BACKENDS)} only, not "
+                          f"'{backend}': set backend = \"{BACKENDS[0]}\", or use a preset of ours in its manner")
 
 
 class ProgramHarness:

@@ -13,12 +13,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 from gnomon.agent.diagnosis import Diagnosis
 from gnomon.agent.fields import Fields
 from gnomon.agent.message_json import tool_from_json, tool_to_json
-from gnomon.agent.policy import Completion, Policy, Sampling, Spent
+from gnomon.agent.policy import Completion, Policy, Recalls, Sampling, Spent
 from gnomon.agent.same import Rolling, unthought, words
 from gnomon.agent.task import Budget
 from gnomon.agent.trajectory import Span, Trajectory, Turn
@@ -79,6 +80,8 @@ class Recorder:
             self._remember(turn, _tools(turn))
             self._pay(_cost(turn))
         self._asked = len(self.trajectory.turns)
+        if part is None:
+            self._recall()
 
     @property
     def trajectory(self) -> Trajectory:
@@ -224,6 +227,16 @@ class Recorder:
 
     def _same_roles(self, index: int, messages: Sequence[Message]) -> bool:
         return all(kept.role == came.role for kept, came in zip(self.trajectory.messages(index), messages, strict=False))
+
+    def _recall(self) -> None:
+        """Tell a policy that keeps ids what an earlier process sampled, so that it keeps these too."""
+        if not isinstance(self.policy, Recalls):
+            return
+        for turn in self.trajectory.turns:
+            if turn.spans and turn.spans[-1].sampled:
+                before = self.trajectory.token_ids(turn.parent) if turn.parent is not None else ()
+                context = (*before, *chain.from_iterable(span.token_ids for span in turn.spans[:-1]))
+                self.policy.recall(self.session, context, turn.spans[-1].token_ids, turn.messages[-1])
 
     def _remember(self, turn: Turn, tools: tuple[Tool, ...] | None) -> None:
         """The context at the end of a turn."""

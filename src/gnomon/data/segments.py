@@ -6,7 +6,7 @@ itself, a message cannot forge a marker, and no merge reaches across a border. U
 
 from __future__ import annotations
 
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise
 
 from gnomon.data.chat import Encoded
 from gnomon.data.messages import Image
@@ -18,23 +18,38 @@ class Segments:
     true as a stand-in for arguments that were no JSON."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.sampled = False
-        self.fallback = False
         self._tokenizer = tokenizer
         self._pieces: list[int | str] = []
-        self._sampled: list[bool] = []
-        self._fallback: list[bool] = []
+        self._states = [(0, False, False)]  # from which piece on, sampled, fallback
         self._boundaries: list[int] = []
         self._images: list[Image] = []
 
+    @property
+    def sampled(self) -> bool:
+        """Whether what comes next counts as written by an assistant."""
+        return self._states[-1][1]
+
+    @sampled.setter
+    def sampled(self, value: bool) -> None:
+        self._states.append((len(self._pieces), value, self.fallback))
+
+    @property
+    def fallback(self) -> bool:
+        """Whether what comes next stands in for arguments that were no JSON."""
+        return self._states[-1][2]
+
+    @fallback.setter
+    def fallback(self, value: bool) -> None:
+        self._states.append((len(self._pieces), self.sampled, value))
+
     def marker(self, index: int) -> None:
         """Add one reserved id."""
-        self._add(index)
+        self._pieces.append(index)
 
     def text(self, text: str) -> None:
         """Add text as a piece of its own; empty text adds nothing."""
         if text:
-            self._add(text)
+            self._pieces.append(text)
 
     def image(self, image: Image, markers: tuple[int, ...]) -> None:
         """Add an image: its size before anything was done to it as text, and one pad that stands for it. `markers` are the ids that begin
@@ -43,8 +58,7 @@ class Segments:
 
         width, height = open_image(image.data).size
         begin, content, pad, end = markers
-        for piece in (begin, f"image {width}x{height}", content, pad, end):
-            self._add(piece)
+        self._pieces += (begin, f"image {width}x{height}", content, pad, end)
         self._images.append(image)
 
     def boundary(self) -> None:
@@ -53,23 +67,21 @@ class Segments:
 
     def encoded(self) -> Encoded:
         """The tokens of all pieces. Raises DataError for text that is not Unicode."""
-        texts = list(dict.fromkeys(piece for piece in self._pieces if isinstance(piece, str)))
-        ids = dict(zip(texts, self._tokenizer.encode_batch(texts), strict=True))
-        runs = [ids[piece] if isinstance(piece, str) else [piece] for piece in self._pieces]
-        ends = list(accumulate((len(run) for run in runs), initial=0))
-        spans = [(start, stop) for (start, stop), inside in zip(pairwise(ends), self._fallback, strict=True) if inside]
+        distinct = dict.fromkeys(self._pieces)
+        texts = [piece for piece in distinct if isinstance(piece, str)]
+        ids: dict[int | str, tuple[int, ...]] = {piece: (piece,) for piece in distinct if isinstance(piece, int)}
+        ids.update(zip(texts, self._tokenizer.encode_again(texts), strict=True))
+        runs = [ids[piece] for piece in self._pieces]
+        ends = [0, *accumulate(map(len, runs))]
+        stretches = [(ends[start], ends[stop], sampled, fallback)
+                     for (start, sampled, fallback), (stop, _, _) in pairwise([*self._states, (len(runs), False, False)])]
         return Encoded(
             tokens=tuple(chain.from_iterable(runs)),
-            mask=tuple(chain.from_iterable(map(repeat, self._sampled, map(len, runs)))),
-            fallback=_joined(spans),
+            mask=tuple(chain.from_iterable((sampled,) * (stop - start) for start, stop, sampled, _ in stretches)),
+            fallback=_joined([(start, stop) for start, stop, _, inside in stretches if inside and stop > start]),
             boundaries=tuple(sorted({ends[count] for count in self._boundaries})),
             images=tuple(self._images),
         )
-
-    def _add(self, piece: int | str) -> None:
-        self._pieces.append(piece)
-        self._sampled.append(self.sampled)
-        self._fallback.append(self.fallback)
 
 
 def _joined(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -21,6 +21,8 @@ from gnomon.errors import ConfigError, DataError
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 RANK_FILE = "tiktoken.model"
+AGAIN_CHARACTERS = 1 << 21
+"""How much text that may come again is kept with its ids."""
 
 
 class Tokenizer:
@@ -36,6 +38,8 @@ class Tokenizer:
         _require_layout(self.ranks, self.special_ids)
         self._engine = bpe.engine_for(self.ranks) if engine is None else engine
         self._bytes = self.ranks + [name.encode() for name in self.special_ids]
+        self._again: dict[str, tuple[int, ...]] = {}
+        self._again_characters = 0
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -90,6 +94,20 @@ class Tokenizer:
             flat += parts
         encoded = iter(self._engine.encode_batch(flat))
         return [_joined(encoded, count) for count in counts]
+
+    def encode_again(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of each text, as `encode` gives them, for texts that are likely to come again, as those of a conversation do with each turn:
+        what was encoded is kept, up to AGAIN_CHARACTERS in all."""
+        known = self._again
+        missing = [text for text in texts if text not in known]
+        fresh = dict(zip(missing, map(tuple, self.encode_batch(missing)), strict=True)) if missing else {}
+        found = [fresh[text] if text in fresh else known[text] for text in texts]
+        self._again_characters += sum(map(len, fresh))
+        if self._again_characters > AGAIN_CHARACTERS:  # begin anew; whoever still reads the old table keeps it
+            self._again, self._again_characters = {}, 0
+        else:
+            known.update(fresh)
+        return found
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that `ids` stand for; a reserved id yields its name. Raises DataError for an id outside the vocabulary."""

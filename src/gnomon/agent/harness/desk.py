@@ -61,6 +61,12 @@ class Desk:
     ask: Callable[[str, str], Coroutine[Any, Any, str]] | None = None
 
     @property
+    def sampling(self) -> Sampling:
+        """How every answer is drawn, summaries and answers to code among them."""
+        draws = self.spec.sampling
+        return Sampling(max_tokens=draws.max_tokens, temperature=draws.temperature, top_p=draws.top_p)
+
+    @property
     def machine(self) -> Sandbox:
         """The machine. Raises `Fault` where the task has none."""
         if self.box is None:

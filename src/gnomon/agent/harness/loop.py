@@ -15,7 +15,6 @@ from gnomon.agent.harness.fault import Fault
 from gnomon.agent.harness.observation import Seen, bounded, shown
 from gnomon.agent.harness.tool import Bound
 from gnomon.agent.harness.wire import Wire, Wish, said
-from gnomon.agent.policy import Sampling
 from gnomon.agent.trajectory import StopReason
 from gnomon.data.messages import Message
 from gnomon.extend import suggestion
@@ -35,11 +34,9 @@ class Loop:
     async def run(self, talk: Talk, desk: Desk, turns: int) -> StopReason:
         """One agent from its first message to its end. What stands last in `talk` is what it said last."""
         spec, fruitless = desk.spec, 0
-        draws = spec.sampling
-        sampling = Sampling(max_tokens=draws.max_tokens, temperature=draws.temperature, top_p=draws.top_p)
         for _ in range(turns):
             await self.context.before(talk, desk)
-            completion = await desk.model.complete(talk.conversation(), sampling, purpose=talk.purpose)
+            completion = await desk.model.complete(talk.conversation(), desk.sampling, purpose=talk.purpose)
             talk.took(completion)
             cut = completion.stop == "length"
             try:

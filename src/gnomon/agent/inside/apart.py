@@ -33,7 +33,9 @@ MOST_OUTPUT = 4 << 20
 
 
 def main() -> None:
-    """Judge the job, write the reward."""
+    """Judge the job, write the reward. Raises `SystemExit` in a machine with one user: code with the judge's rights would judge itself."""
+    if not _can_step_down():
+        raise SystemExit("this machine has one user, so the agent's code cannot be run without rights; use sandboxes of root's")
     with open(os.path.join(TESTS, "job.json"), encoding="utf-8") as file:
         job = json.load(file)
     with open(__file__, encoding="utf-8") as file:

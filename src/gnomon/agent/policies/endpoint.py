@@ -90,6 +90,11 @@ class EndpointPolicy:
             return sum(len(message.text.encode()) for message in conversation.messages) // 4 + 1
         return len(self._ledger.chat.encode(conversation).tokens)
 
+    def recall(self, session: str, context: Sequence[int], sampled: Sequence[int], message: Message) -> None:
+        """Take up an answer that another process recorded; without a format there are no ids to keep."""
+        if self._ledger is not None:
+            self._ledger.recall(session, context, sampled, message)
+
     async def close(self, session: str) -> None:
         """Forget a session."""
         self._sessions.discard(session)

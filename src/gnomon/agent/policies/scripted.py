@@ -57,6 +57,11 @@ class ScriptedPolicy:
         spent = Spent(prompt_tokens=len(prompt.token_ids), cached_tokens=prompt.known, output_tokens=len(ids))
         return Completion(message=reply.message, stop="length" if cut else "stop", prompt_ids=prompt.token_ids, sampled=span, spent=spent)
 
+    def recall(self, session: str, context: Sequence[int], sampled: Sequence[int], message: Message) -> None:
+        """Take up an answer that another process recorded; without a format there are no ids to keep."""
+        if self._ledger is not None:
+            self._ledger.recall(session, context, sampled, message)
+
     async def close(self, session: str) -> None:
         """Begin the list again for a session of this name."""
         del self._asked[session]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gnomon.agent.inside.office import Office, clock, replayed
@@ -56,12 +57,19 @@ class Verifier:
         journal = await asyncio.to_thread(asked, data, log, sql)
         if isinstance(journal, str):
             return Score(reward=0.0, evidence=(f"the journal cannot be read: {journal}",))
-        office = replayed(self.start, journal)
-        with contextlib.closing(office.database):
-            wrong = [why for rule in self.rules if (why := broken(office, rule))]
+        wrong = await asyncio.to_thread(self._wrong, journal)
         share = 1 - len(wrong) / len(self.rules)
         metrics = {"share": share, "deeds": float(len(journal))}
         return Score(reward=float(not wrong), metrics=metrics, evidence=(*wrong,) or ("all was done",))
+
+    def _wrong(self, journal: Iterable[tuple[Any, Any, Any]]) -> list[str]:
+        """Which rules do not hold after the deeds of a journal; deeds that no database takes are the agent's fault."""
+        try:
+            office = replayed(self.start, journal)
+            with contextlib.closing(office.database):
+                return [why for rule in self.rules if (why := broken(office, rule))]
+        except (sqlite3.Error, OverflowError) as error:
+            return [f"the deeds cannot be done again: {error}"] * len(self.rules)
 
 
 def broken(office: Office, rule: Mapping[str, Any]) -> str:

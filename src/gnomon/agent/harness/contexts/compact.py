@@ -42,7 +42,8 @@ class Way:
         start = talk.messages[:opening]
         if sum(map(characters, talk.messages[opening:])) < sum(map(characters, start)) and len(talk.messages) - opening < 4:
             return  # nearly all of it is the task itself: a summary would free nothing
-        completion = await desk.model.complete(talk.conversation(said(self.prompt), tool_choice="none"), purpose=talk.purpose)
+        asked = talk.conversation(said(self.prompt), tool_choice="none")
+        completion = await desk.model.complete(asked, desk.sampling, purpose=talk.purpose)
         text = completion.message.text.strip()
         written = bounded(SUMMARY.format(text) if text else LOST, self.tokens * CHARACTERS_PER_TOKEN // 4)
         talk.replace([*start, said(written), *_tail(talk.messages[opening:], self.keep)])

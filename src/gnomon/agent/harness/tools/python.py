@@ -61,6 +61,7 @@ class Kind:
         answers = []
         for prompt in prompts:
             message = Message(role="user", content=(Text(text=clean(prompt)),))
-            completion = await desk.model.complete(Conversation(messages=(message,), thinking=desk.spec.thinking), purpose="agent")
+            asked = Conversation(messages=(message,), thinking=desk.spec.thinking)
+            completion = await desk.model.complete(asked, desk.sampling, purpose="agent")
             answers.append(clean(completion.message.text))
         return answers
