@@ -16,7 +16,7 @@ from gnomon.serve.settings import load as read_settings
 from gnomon.train.recipe import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
-RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem not in ("serve", "eval", "sft", "lab"))
+RECIPES = sorted(path for path in FOLDER.glob("*.toml") if path.stem.split("-")[0] not in ("serve", "eval", "sft", "lab"))
 
 
 def test_there_are_recipes() -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from gnomon.agent import evaluate_reading
+from gnomon.agent import evaluate_lengths, evaluate_reading
 from gnomon.agent.evaluate_intervals import Interval
 from gnomon.agent.evaluate_reading import PAGE, escaped, look, shown
 from gnomon.agent.evaluate_results import Results, Row, Summary
@@ -35,7 +35,7 @@ def write(folder: Path, results: Results) -> Path:
     _put(folder / "pages.js", f"window.ATTEMPTS = {text};\n")
     body = [f"<h1>Evaluation {escaped(folder.name)}</h1>", f"<p class=soft>{_words(results)}</p>", _tiles(results),
             *(f'<div class="card problem">{escaped(text)}</div>' for text in results.notices), "<h2>Columns</h2>", _columns(results),
-            *_differences(results), *_errors(results), "<h2>Tasks</h2>", _matrix(results)]
+            *_differences(results), *evaluate_lengths.section(results), *_errors(results), "<h2>Tasks</h2>", _matrix(results)]
     _put(folder / "index.html", PAGE.format(title=escaped(f"Evaluation {folder.name}"), root="", page="index.html", bar="",
                                             body="\n".join(body), script=evaluate_reading.script(), style=evaluate_reading.style()))
     return folder / "index.html"

@@ -12,7 +12,7 @@ from gnomon.data.messages import Image, Message, Part, Role, Text, Tool, ToolCal
 def message_to_json(message: Message) -> dict[str, Any]:
     """A message; what is empty is left out."""
     record: dict[str, Any] = {
-        "role": message.role, "content": [_part_to_json(part) for part in message.content], "name": message.name,
+        "role": message.role, "content": [part_to_json(part) for part in message.content], "name": message.name,
         "reasoning": message.reasoning, "tool_call_id": message.tool_call_id, "tools": [tool_to_json(tool) for tool in message.tools],
         "tool_calls": [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls],
     }
@@ -25,7 +25,7 @@ def message_from_json(fields: Fields) -> Message:
     if role not in get_args(Role):
         raise fields.wrong("role", role, f"one of {', '.join(get_args(Role))}")
     message = Message(
-        role=role, content=tuple(_part(each) for each in fields.each("content")), name=fields.maybe("name", fields.text),
+        role=role, content=tuple(part_from_json(each) for each in fields.each("content")), name=fields.maybe("name", fields.text),
         reasoning=fields.maybe("reasoning", fields.text), tool_call_id=fields.maybe("tool_call_id", fields.text),
         tools=tuple(tool_from_json(each) for each in fields.each("tools")),
         tool_calls=tuple(_call(each) for each in fields.each("tool_calls")))
@@ -47,13 +47,15 @@ def tool_from_json(fields: Fields) -> Tool:
     return tool
 
 
-def _part_to_json(part: Part) -> dict[str, Any]:
+def part_to_json(part: Part) -> dict[str, Any]:
+    """Text, or an image with its bytes."""
     if isinstance(part, Text):
         return {"text": part.text}
     return {"image": {"base64": base64.b64encode(part.data).decode("ascii")}, "media_type": part.media_type}
 
 
-def _part(fields: Fields) -> Part:
+def part_from_json(fields: Fields) -> Part:
+    """What `part_to_json` wrote. Raises `DataError` naming the place."""
     part: Part
     if fields.has("image"):
         part = Image(data=bytes_from_json(fields, "image"), media_type=fields.text("media_type"))

@@ -119,6 +119,8 @@ class ProgramHarness:
         """
         if box is None:
             raise ConfigError(f"harness '{self.name}' is a program and needs a machine; task {task.id} has no 'image'")
+        if task.images:
+            raise ConfigError(f"task {task.id} shows images, which harness '{self.name}', a program, cannot be given; choose another")
         if task.network.allow:
             raise ConfigError(f"task {task.id} wants a network ({', '.join(task.network.allow)}); a program's only way out is the gateway")
         async with contextlib.AsyncExitStack() as stack:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from gnomon.agent.fields import Fields, bytes_from_json, bytes_to_json, parsed
+from gnomon.agent.message_json import part_from_json, part_to_json
 from gnomon.agent.solution import Solution
+from gnomon.data.messages import Image
 from gnomon.errors import DataError
 from gnomon.sandbox.sandbox import Limits, Network
 
@@ -161,6 +163,7 @@ class Task:
     """One thing to do.
 
     `id` is unique among the tasks of a run; `domain` chooses teachers and budgets (`general`, `agents`, `coding`, or your own word).
+    `images` are pictures that come before the words, for harnesses that speak to the model themselves.
     `image` is what the sandbox starts from, None where the task needs no machine; `files` are written into it, by absolute path, before
     the agent begins. `check` decides and is hidden, and so is `solution`, which validation tries; `diagnosis` may be asked by the
     agent, where there is one; `health` must succeed before the agent begins. A task with `steps` asks for one after the other, each by its
@@ -173,6 +176,7 @@ class Task:
     check: Check
     domain: str = "general"
     system: str | None = None
+    images: tuple[Image, ...] = ()
     image: str | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
@@ -218,7 +222,8 @@ class Task:
         """The task as a JSON object; what has its default is left out."""
         record: dict[str, Any] = {
             "id": self.id, "prompt": self.prompt, "check": self.check.to_json(), "domain": self.domain, "system": self.system,
-            "image": self.image, "files": {path: bytes_to_json(data) for path, data in self.files.items()}, "env": dict(self.env),
+            "images": [part_to_json(image) for image in self.images], "image": self.image,
+            "files": {path: bytes_to_json(data) for path, data in self.files.items()}, "env": dict(self.env),
             "workdir": self.workdir, "user": self.user, "network": list(self.network.allow), "limits": _limits_to_json(self.limits),
             "artifacts": list(self.artifacts), "budget": self.budget.to_json(),
             "diagnosis": self.diagnosis.to_json() if self.diagnosis else None,
@@ -236,7 +241,8 @@ class Task:
             task = cls(
                 id=fields.text("id"), prompt=fields.text("prompt"), check=Check.from_json(fields.inner("check")),
                 domain=fields.text("domain", "general"), system=fields.maybe("system", fields.text),
-                image=fields.maybe("image", fields.text), files={path: bytes_from_json(files, path) for path in fields.table("files")},
+                images=_images(fields), image=fields.maybe("image", fields.text),
+                files={path: bytes_from_json(files, path) for path in fields.table("files")},
                 env={name: env.text(name) for name in fields.table("env")}, workdir=fields.maybe("workdir", fields.text),
                 user=fields.maybe("user", fields.text), network=Network(allow=_texts(fields, "network")), limits=_limits(fields),
                 artifacts=_texts(fields, "artifacts"),
@@ -287,6 +293,13 @@ def _limits(fields: Fields) -> Limits | None:
     if given.get("cpus", 1.0) <= 0:
         raise inner.wrong("cpus", given["cpus"], "a number above 0")
     return Limits(**given)  # type: ignore[arg-type]
+
+
+def _images(fields: Fields) -> tuple[Image, ...]:
+    parts = [part_from_json(each) for each in fields.each("images")]
+    if not all(isinstance(part, Image) for part in parts):
+        raise fields.wrong("images", "text", "images")
+    return tuple(part for part in parts if isinstance(part, Image))
 
 
 def _texts(fields: Fields, name: str) -> tuple[str, ...]:

@@ -77,12 +77,17 @@ def order(called: Sequence[str], values: Sequence[int]) -> SubTask:
 
 
 def boxes(called: Sequence[str], values: Sequence[int]) -> SubTask:
-    """Numbered boxes, a letter in each; the question is what is in all of them. What a small model can learn: the answer says again
-    what stood in the evidence, in order."""
-    del called  # boxes have numbers, not names
-    stated = [f"Box {place}={LETTERS[value]}." for place, value in enumerate(values, 1)]
+    """Boxes named a, b, c … with a letter in each; the question is what is in all of them. What a small model can learn: the answer says
+    again what stood in the evidence, in order."""
+    stated = [f"#{_box(place)}={LETTERS[value]}" for place, value in enumerate(values[: len(called)])]
     return SubTask(kind="boxes", evidence=tuple(stated), question="What is in the boxes?", answer=" ".join(stated),
-                   parts=tuple((last - 2, last - 1) for _, last in _spans(stated)))
+                   parts=tuple((last - 1, last) for _, last in _spans(stated)))
+
+
+def _box(place: int) -> str:
+    """a … z, then aa, ab …"""
+    first, last = divmod(place, len(LETTERS))
+    return (LETTERS[first - 1] if first else "").lower() + LETTERS[last].lower()
 
 
 KINDS: Mapping[str, Callable[[Sequence[str], Sequence[int]], SubTask]] = {

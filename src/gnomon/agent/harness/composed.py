@@ -84,7 +84,8 @@ class Composed:
             places = await self._places(desk, tools, request if below else self.context.begin(desk, request))
             system = self._system(desk, places)
             messages = [Message(role="system", content=(Text(text=clean(system)),))] if system else []
-            messages.append(Message(role="user", content=(Text(text=clean(request if below else _filled(self.spec.task, places))),)))
+            words = Text(text=clean(request if below else _filled(self.spec.task, places)))
+            messages.append(Message(role="user", content=(words,) if below else (*desk.task.images, words)))
             talk = Talk(messages=messages, tools=self.wire.declared(tools), effort=effort, thinking=self.spec.thinking,
                         purpose="agent" if below else None)
             turns = self.spec.agents.turns if below else self.spec.turns
