@@ -84,15 +84,20 @@ wrong("l2 eps 1e-6 on the mean", L2, kda, "prepare", l2(1e-6, True))
 wrong("l2 norm by max(norm, eps)", L2, kda, "prepare",
       lambda q, k: (functional.normalize(q, dim=-1, eps=1e-6) * q.shape[-1] ** -0.5, functional.normalize(k, dim=-1, eps=1e-6)))
 wrong("keys scaled by K^-1/2 too", L2, kda, "prepare", lambda q, k: (kda_reference.prepare(q, k)[0], kda_reference.prepare(k, q)[0]))
-wrong("softplus gate", BOUNDED, kda, "decay", lambda z, a, bound: kda_reference.decay(z, a, None))
+def biased(decay: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`decay` of logits that have their bias."""
+    return lambda z, a, bound, bias=None: decay(z if bias is None else z + bias.view(z.shape[-2:]), a, bound)
+
+
+wrong("softplus gate", BOUNDED, kda, "decay", biased(lambda z, a, bound: kda_reference.decay(z, a, None)))
 wrong("softplus gate, clamped at the bound", BOUNDED, kda, "decay",
-      lambda z, a, bound: kda_reference.decay(z, a, None).clamp(min=bound if bound is not None else -torch.inf))
+      biased(lambda z, a, bound: kda_reference.decay(z, a, None).clamp(min=bound if bound is not None else -torch.inf)))
 wrong("A_log outside the sigmoid", BOUNDED, kda, "decay",
-      lambda z, a, bound: kda_reference.decay(z, a, None) if bound is None else bound * a.exp()[:, None] * torch.sigmoid(z))
+      biased(lambda z, a, bound: kda_reference.decay(z, a, None) if bound is None else bound * a.exp()[:, None] * torch.sigmoid(z)))
 wrong("A_log indexed by channel", BOUNDED, kda, "decay",
-      lambda z, a, bound: kda_reference.decay(z.mT, a.repeat(z.shape[-1])[: z.shape[-1]], bound).mT)
+      biased(lambda z, a, bound: kda_reference.decay(z.mT, a.repeat(z.shape[-1])[: z.shape[-1]], bound).mT))
 wrong("bounded gate in Kimi-Linear", "test_unbounded_decay_is_a_softplus", kda, "decay",
-      lambda z, a, bound: kda_reference.decay(z, a, -5.0))
+      biased(lambda z, a, bound: kda_reference.decay(z, a, -5.0)))
 
 
 def recurrence(step: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[[Patch], None]:
@@ -144,7 +149,7 @@ def second(function: Callable[..., Any], change: Callable[[torch.Tensor], torch.
     """A function whose second result (what is kept for later) is changed."""
     def changed(*args: Any) -> Any:
         first, kept = function(*args)
-        return first, change(kept)
+        return first, None if kept is None else change(kept)
     return changed
 
 

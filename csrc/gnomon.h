@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature below does; the Python side refuses another number. */
-#define GNOMON_ABI 5
+#define GNOMON_ABI 6
 GNOMON_API int32_t gnomon_abi(void);
 
 /* Which instruction set the kernels run with here: "x86-64-v4 with AVX512-BF16", "x86-64-v4", "x86-64-v3" or "portable". */
@@ -61,26 +61,38 @@ GNOMON_API void gnomon_kda_commit(const float* conv_weight, const float* a_log, 
                                   int64_t width, int64_t taps, const float* inputs, const int64_t* bounds, int64_t sequences,
                                   const int64_t* prefix, float* conv, float* matrix, const int64_t* slots, int32_t threads);
 
-/* Rows of unit length: y = scale x / sqrt(sum x^2 + eps), x and y [rows, width]; and the gradient of x from that of y. */
-GNOMON_API void gnomon_unit_forward(const float* x, int64_t rows, int64_t width, float eps, float scale, float* y, int32_t threads);
-GNOMON_API void gnomon_unit_backward(const float* x, const float* d_y, int64_t rows, int64_t width, float eps, float scale, float* d_x,
-                                     int32_t threads);
+/* Rows of unit length: y = scale x / sqrt(sum x^2 + eps), x and y [rows, width]; and the gradient of x from that of y. With `half`, x and
+ * d_x are bf16. */
+GNOMON_API void gnomon_unit_forward(const void* x, int32_t half, int64_t rows, int64_t width, float eps, float scale, float* y,
+                                    int32_t threads);
+GNOMON_API void gnomon_unit_backward(const void* x, const float* d_y, int32_t half, int64_t rows, int64_t width, float eps, float scale,
+                                     void* d_x, int32_t threads);
 
 /* Root mean square norm, gated or not (gate NULL): y = x / sqrt(mean x^2 + eps) * weight * sigmoid(gate); x, gate, y [rows, width],
- * weight [width]. The gradients come from that of y; d_gate is NULL where gate is. */
-GNOMON_API void gnomon_rms_forward(const float* x, const float* weight, const float* gate, int64_t rows, int64_t width, float eps, float* y,
-                                   int32_t threads);
-GNOMON_API void gnomon_rms_backward(const float* x, const float* weight, const float* gate, const float* d_y, int64_t rows, int64_t width,
-                                    float eps, float* d_x, float* d_weight, float* d_gate, int32_t threads);
+ * weight [width]. Bits 0 to 3 of `half` say which of x, weight, gate, y are bf16, and so are the gradients of x, gate and y; without a gate
+ * the norm of a bf16 x is rounded before the weight multiplies. d_gate is NULL where gate is. */
+GNOMON_API void gnomon_rms_forward(const void* x, const void* weight, const void* gate, int32_t half, int64_t rows, int64_t width,
+                                   float eps, void* y, int32_t threads);
+GNOMON_API void gnomon_rms_backward(const void* x, const void* weight, const void* gate, const void* d_y, int32_t half, int64_t rows,
+                                    int64_t width, float eps, void* d_x, float* d_weight, void* d_gate, int32_t threads);
+
+/* The log decay of a channel: g = lower_bound sigmoid(exp(a_log) (z + bias)); z, g [rows, heads, width], bias [heads, width] or NULL,
+ * a_log [heads], lower_bound below zero. The gradients come from that of g and from g; d_z, d_bias and d_a_log are written. */
+GNOMON_API void gnomon_decay_forward(const float* z, const float* bias, const float* a_log, float lower_bound, int64_t rows, int64_t heads,
+                                     int64_t width, float* g, int32_t threads);
+GNOMON_API void gnomon_decay_backward(const float* z, const float* bias, const float* a_log, const float* g, const float* d_g,
+                                      float lower_bound, int64_t rows, int64_t heads, int64_t width, float* d_z, float* d_bias,
+                                      float* d_a_log, int32_t threads);
 
 /* Causal depth-wise convolution over documents, then SiLU: y_t = silu(sum_j weight[:, j] u_(t - taps + 1 + j)).
- *   u, y [N, channels]; weight [channels, taps]; history (or NULL for zeros) [S, taps - 1, channels] stands before each document.
+ *   u, y [N, channels]; weight [channels, taps], at most 16 taps; history (or NULL for zeros) [S, taps - 1, channels] stands before each
+ *   document. Bits 0, 1, 2 of `half` say whether u and y, weight, history are bf16; so are their gradients.
  * The backward pass writes the gradient of the history always. */
-GNOMON_API void gnomon_short_conv_forward(const float* u, const float* weight, const float* history, const int64_t* bounds,
-                                          int64_t documents, int64_t channels, int64_t taps, float* y, int32_t threads);
-GNOMON_API void gnomon_short_conv_backward(const float* u, const float* weight, const float* history, const float* d_y,
-                                           const int64_t* bounds, int64_t documents, int64_t channels, int64_t taps, float* d_u,
-                                           float* d_weight, float* d_history, int32_t threads);
+GNOMON_API void gnomon_short_conv_forward(const void* u, const void* weight, const void* history, int32_t half, const int64_t* bounds,
+                                          int64_t documents, int64_t channels, int64_t taps, void* y, int32_t threads);
+GNOMON_API void gnomon_short_conv_backward(const void* u, const void* weight, const void* history, const void* d_y, int32_t half,
+                                           const int64_t* bounds, int64_t documents, int64_t channels, int64_t taps, void* d_u,
+                                           void* d_weight, void* d_history, int32_t threads);
 
 /* SiTU-GLU: out = beta1 tanh(gate/beta1) sigmoid(gate) beta2 tanh(up/beta2), all [rows, width]; a beta of 0 leaves its branch uncapped. */
 GNOMON_API void gnomon_situ_forward(const float* gate, const float* up, int64_t rows, int64_t width, float beta1, float beta2, float* out,

@@ -7,9 +7,10 @@
 #include <cmath>
 #include <vector>
 
+#include "elements.h"
 #include "gnomon.h"
 #include "kda_columns.h"
-#include "kda_input.h"
+#include "pages.h"
 #include "regions.h"
 
 namespace {
@@ -108,6 +109,12 @@ extern "C" void gnomon_kda_forward(const void* q, const void* k, const void* v, 
                                    const float* initial, const int64_t* bounds, int64_t documents, int64_t heads, int64_t keys,
                                    int64_t values, int64_t period, float* o, float* last, float* error, float* states, int32_t threads) {
     const auto input = [&](const void* x, int bit) { return Input{x, (half >> bit & 1) != 0}; };
+    const int64_t row = heads * values * static_cast<int64_t>(sizeof(float));
+    int64_t periods = 0;
+    for (int64_t d = 0; states && d < documents; ++d) periods += (bounds[d + 1] - bounds[d] + period - 1) / period;
+    prefer_huge_pages(o, bounds[documents] * row);
+    prefer_huge_pages(error, bounds[documents] * row);
+    prefer_huge_pages(states, periods * keys * row);
     int64_t columns = lanes_here() * vectors_of(lanes_here(), values);
     while (columns > lanes_here() && documents * heads * ((values + columns - 1) / columns) < threads) columns /= 2;
     run(threads,

@@ -20,6 +20,7 @@
 
 #include "gnomon.h"
 #include "kda_chunks.h"
+#include "pages.h"
 #include "kda_columns.h"
 #include "regions.h"
 
@@ -254,6 +255,9 @@ extern "C" void gnomon_kda_backward(const void* q, const void* k, const void* g,
                                     float* d_g, float* d_beta, float* d_initial, int32_t threads) {
     const Call a{{q, (half & 1) != 0}, {k, (half & 2) != 0}, {g, (half & 4) != 0}, {beta, (half & 8) != 0}, error, states, d_o, d_last,
                  d_q, d_k, d_v, d_g, d_beta, d_initial, heads, keys, values, period, 2 * lanes_here()};
+    const int64_t of_keys = bounds[documents] * heads * keys * static_cast<int64_t>(sizeof(float));
+    for (float* gradient : {d_q, d_k, d_g}) prefer_huge_pages(gradient, of_keys);
+    prefer_huge_pages(d_v, of_keys / keys * values);
     std::vector<Stretch> stretches;
     int64_t first_period = 0;
     for (int64_t d = 0; d < documents; ++d) {

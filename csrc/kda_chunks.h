@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kda_input.h"
+#include "elements.h"
 #include "tiles.h"
 
 namespace {

@@ -30,7 +30,8 @@ INLINE int64_t at(int64_t i, int64_t k, int64_t stride) {
 
 /* R rows of C in V vectors; the accumulators stay in registers over the whole of k. */
 template <int W, int R, int V, bool T>
-INLINE void block(const float* a, int64_t stride, const float* b, int64_t k, float* c, int64_t c_stride, int64_t columns, bool add) {
+INLINE void block(const float* a, int64_t stride, const float* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride, int64_t columns,
+                  bool add) {
     vec<W> sum[R][V];
     for (int i = 0; i < R; ++i)
         for (int j = 0; j < V; ++j) {
@@ -40,7 +41,7 @@ INLINE void block(const float* a, int64_t stride, const float* b, int64_t k, flo
         }
     for (int64_t step = 0; step < k; ++step) {
         vec<W> right[V];
-        for (int j = 0; j < V; ++j) right[j] = load<W>(b + step * STRIPE + j * W);
+        for (int j = 0; j < V; ++j) right[j] = load<W>(b + step * b_stride + j * W);
         for (int i = 0; i < R; ++i) {
             const float left = a[at<T>(i, step, stride)];
             for (int j = 0; j < V; ++j) sum[i][j] += left * right[j];
@@ -55,12 +56,13 @@ INLINE void block(const float* a, int64_t stride, const float* b, int64_t k, flo
 
 /* All rows against V vectors of one panel. */
 template <int W, int V, bool T>
-INLINE void stripe(const Product& p, const float* b, int64_t column, int64_t columns) {
+INLINE void stripe(const Product& p, const float* b, int64_t b_stride, int64_t column, int64_t columns) {
     int64_t i = 0;
     const auto rows = [&](auto count) {
         constexpr int R = decltype(count)::value;
         for (; i + R <= p.m; i += R)
-            block<W, R, V, T>(p.a + at<T>(i, 0, p.a_stride), p.a_stride, b, p.k, p.c + i * p.c_stride + column, p.c_stride, columns, p.add);
+            block<W, R, V, T>(p.a + at<T>(i, 0, p.a_stride), p.a_stride, b, b_stride, p.k, p.c + i * p.c_stride + column, p.c_stride, columns,
+                              p.add);
     };
     rows(std::integral_constant<int, 6>{});
     rows(std::integral_constant<int, 2>{});
@@ -70,14 +72,15 @@ INLINE void stripe(const Product& p, const float* b, int64_t column, int64_t col
 template <int W, bool T>
 INLINE void multiply_as(const Product& p) {
     constexpr int MOST = W == 16 ? 4 : 2; /* 6 x 4 vectors of 32 registers, 6 x 2 of 16 */
+    const int64_t b_stride = p.b_stride ? p.b_stride : STRIPE;
     for (int64_t column = p.first, next; column < p.last; column = next) {
         next = std::min(column + MOST * W, column / STRIPE * STRIPE + STRIPE); /* not across two stripes */
-        const float* b = p.panels + column / STRIPE * STRIPE * p.k + column % STRIPE;
+        const float* b = p.panels + (p.b_stride ? column : column / STRIPE * STRIPE * p.k + column % STRIPE);
         const int64_t columns = std::min(next, p.last) - column;
-        if (MOST > 2 && columns > 3 * W) stripe<W, MOST, T>(p, b, column, columns);
-        else if (MOST > 2 && columns > 2 * W) stripe<W, MOST / 2 + 1, T>(p, b, column, columns);
-        else if (columns > W) stripe<W, 2, T>(p, b, column, columns);
-        else stripe<W, 1, T>(p, b, column, columns);
+        if (MOST > 2 && columns > 3 * W) stripe<W, MOST, T>(p, b, b_stride, column, columns);
+        else if (MOST > 2 && columns > 2 * W) stripe<W, MOST / 2 + 1, T>(p, b, b_stride, column, columns);
+        else if (columns > W) stripe<W, 2, T>(p, b, b_stride, column, columns);
+        else stripe<W, 1, T>(p, b, b_stride, column, columns);
     }
 }
 

@@ -20,7 +20,8 @@ void pack(const float* b, int64_t stride, int64_t k, int64_t n, float* panels);
 void pack_transposed(const float* m, int64_t stride, int64_t k, int64_t n, float* panels);
 
 /* One product. A is [m, k] with rows `a_stride` apart or, `transposed`, stored as [k, m]; columns first..last of C [m, n], rows
- * `c_stride` apart, are written; `first` is a multiple of 16. */
+ * `c_stride` apart, are written; `first` is a multiple of 16. With `b_stride` B is read where it lies, its rows that far apart, instead
+ * of from panels; then its columns are a multiple of 16 too. */
 struct Product {
     const float* a;
     int64_t a_stride;
@@ -28,6 +29,7 @@ struct Product {
     float* c;
     int64_t c_stride, m, k, first, last;
     bool transposed, add;
+    int64_t b_stride = 0;
 };
 void multiply(const Product& product);
 

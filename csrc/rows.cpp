@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "elements.h"
 #include "gnomon.h"
 #include "regions.h"
 #include "rows.h"
@@ -19,6 +20,28 @@ void by_blocks(int threads, int64_t rows, F&& row) {
     each_task(threads, blocks_of(rows), [&](int64_t block, int) {
         for (int64_t r = block * BLOCK; r < std::min(rows, (block + 1) * BLOCK); ++r) row(r);
     });
+}
+
+bool bit(int32_t half, int place) { return (half >> place & 1) != 0; }
+
+/* Rows of an array as fp32: where they stand, or converted into `room`. */
+const float* row_of(const Input& x, int64_t at, int64_t width, float* room) {
+    if (!x.half) return static_cast<const float*>(x.data) + at;
+    x.row(at, width, room);
+    return room;
+}
+
+/* Where a row of fp32 is written: in its place, or in `room` from where `put` takes it there. */
+float* room_of(const Output& y, int64_t at, float* room) { return y.half ? room : static_cast<float*>(y.data) + at; }
+
+void put(const Output& y, int64_t at, int64_t width, const float* row) {
+    if (y.half) y.row(at, width, row);
+}
+
+float* scratch_of_thread(int64_t floats) {
+    thread_local std::vector<float> memory;
+    if (memory.size() < static_cast<size_t>(floats)) memory.resize(floats);
+    return memory.data();
 }
 
 /* y = a x + b z */
@@ -37,7 +60,8 @@ INLINE void unit_row_body(const float* x, const float* d_y, int64_t n, float eps
 }
 DISPATCH(unit_row, (const float* x, const float* d_y, int64_t n, float eps, float scale, float* out), (x, d_y, n, eps, scale, out))
 
-DISPATCH(rms_row, (const float* x, const float* weight, const float* gate, int64_t n, float eps, float* y), (x, weight, gate, n, eps, y))
+DISPATCH(rms_row, (const float* x, const float* weight, const float* gate, int64_t n, float eps, float* y, bool coarse),
+         (x, weight, gate, n, eps, y, coarse))
 
 struct RmsGradients {
     const float *x, *weight, *gate, *d_y;
@@ -70,28 +94,56 @@ DISPATCH(rms_row_back, (const RmsGradients& a, int64_t n, float eps), (a, n, eps
 
 }  // namespace
 
-extern "C" void gnomon_unit_forward(const float* x, int64_t rows, int64_t width, float eps, float scale, float* y, int32_t threads) {
-    by_blocks(threads, rows, [&](int64_t r) { unit_row(x + r * width, nullptr, width, eps, scale, y + r * width); });
+extern "C" void gnomon_unit_forward(const void* x, int32_t half, int64_t rows, int64_t width, float eps, float scale, float* y,
+                                    int32_t threads) {
+    const Input in{x, half != 0};
+    by_blocks(threads, rows, [&](int64_t r) {
+        unit_row(row_of(in, r * width, width, scratch_of_thread(width)), nullptr, width, eps, scale, y + r * width);
+    });
 }
 
-extern "C" void gnomon_unit_backward(const float* x, const float* d_y, int64_t rows, int64_t width, float eps, float scale, float* d_x,
-                                     int32_t threads) {
-    by_blocks(threads, rows, [&](int64_t r) { unit_row(x + r * width, d_y + r * width, width, eps, scale, d_x + r * width); });
-}
-
-extern "C" void gnomon_rms_forward(const float* x, const float* weight, const float* gate, int64_t rows, int64_t width, float eps, float* y,
-                                   int32_t threads) {
-    by_blocks(threads, rows,
-              [&](int64_t r) { rms_row(x + r * width, weight, gate ? gate + r * width : nullptr, width, eps, y + r * width); });
-}
-
-extern "C" void gnomon_rms_backward(const float* x, const float* weight, const float* gate, const float* d_y, int64_t rows, int64_t width,
-                                    float eps, float* d_x, float* d_weight, float* d_gate, int32_t threads) {
-    std::vector<float> partial(blocks_of(rows) * width, 0.0f);
+extern "C" void gnomon_unit_backward(const void* x, const float* d_y, int32_t half, int64_t rows, int64_t width, float eps, float scale,
+                                     void* d_x, int32_t threads) {
+    const Input in{x, half != 0};
+    const Output out{d_x, half != 0};
     by_blocks(threads, rows, [&](int64_t r) {
         const int64_t at = r * width;
-        float* mine = partial.data() + r / BLOCK * width;
-        rms_row_back({x + at, weight, gate ? gate + at : nullptr, d_y + at, d_x + at, mine, gate ? d_gate + at : nullptr}, width, eps);
+        float *room = scratch_of_thread(2 * width), *to = room_of(out, at, room + width);
+        unit_row(row_of(in, at, width, room), d_y + at, width, eps, scale, to);
+        put(out, at, width, to);
+    });
+}
+
+extern "C" void gnomon_rms_forward(const void* x, const void* weight, const void* gate, int32_t half, int64_t rows, int64_t width,
+                                   float eps, void* y, int32_t threads) {
+    const Input in{x, bit(half, 0)}, gates{gate, bit(half, 2)};
+    const Output out{y, bit(half, 3)};
+    std::vector<float> w(width);
+    Input{weight, bit(half, 1)}.row(0, width, w.data());
+    by_blocks(threads, rows, [&](int64_t r) {
+        const int64_t at = r * width;
+        float *room = scratch_of_thread(3 * width), *to = room_of(out, at, room + 2 * width);
+        const float* by = gate ? row_of(gates, at, width, room + width) : nullptr;
+        rms_row(row_of(in, at, width, room), w.data(), by, width, eps, to, in.half && !gate);
+        put(out, at, width, to);
+    });
+}
+
+extern "C" void gnomon_rms_backward(const void* x, const void* weight, const void* gate, const void* d_y, int32_t half, int64_t rows,
+                                    int64_t width, float eps, void* d_x, float* d_weight, void* d_gate, int32_t threads) {
+    const Input in{x, bit(half, 0)}, gates{gate, bit(half, 2)}, incoming{d_y, bit(half, 3)};
+    const Output out{d_x, bit(half, 0)}, out_gate{d_gate, bit(half, 2)};
+    std::vector<float> w(width), partial(blocks_of(rows) * width, 0.0f);
+    Input{weight, bit(half, 1)}.row(0, width, w.data());
+    by_blocks(threads, rows, [&](int64_t r) {
+        const int64_t at = r * width;
+        float* room = scratch_of_thread(5 * width);
+        float *to = room_of(out, at, room + 3 * width), *to_gate = gate ? room_of(out_gate, at, room + 4 * width) : nullptr;
+        rms_row_back({row_of(in, at, width, room), w.data(), gate ? row_of(gates, at, width, room + width) : nullptr,
+                      row_of(incoming, at, width, room + 2 * width), to, partial.data() + r / BLOCK * width, to_gate},
+                     width, eps);
+        put(out, at, width, to);
+        if (gate) put(out_gate, at, width, to_gate);
     });
     std::fill(d_weight, d_weight + width, 0.0f);
     for (int64_t b = 0; b < blocks_of(rows); ++b)

@@ -18,9 +18,9 @@ def test_rms_norm_rounds_before_the_weight() -> None:
     x, weight = torch.randn(64, 32).bfloat16(), torch.randn(32).bfloat16()
     wide = x.float()
     rounded = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
-    assert torch.equal(rms_norm(x, weight, 1e-5), rounded * weight)
+    assert torch.equal(reference.rms_norm(x, weight, 1e-5), rounded * weight)
     once = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()).bfloat16()
-    assert not torch.equal(rms_norm(x, weight, 1e-5), once)  # the two are different models
+    assert not torch.equal(reference.rms_norm(x, weight, 1e-5), once)  # the two are different models
 
 
 def test_gated_norm_norms_then_gates_and_rounds_once() -> None:

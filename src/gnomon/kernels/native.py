@@ -16,7 +16,7 @@ from torch import Tensor
 import gnomon
 from gnomon.errors import KernelError
 
-ABI = 5  # GNOMON_ABI in csrc/gnomon.h
+ABI = 6  # GNOMON_ABI in csrc/gnomon.h
 LIBRARY = "GNOMON_LIBRARY"  # in the environment: a library to load instead of the package's, for instance an instrumented one
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -26,12 +26,14 @@ _SIGNATURES = {
     "gnomon_kda_step": [*[_P] * 6, *[_I64] * 3, *[_P] * 2, _I32],
     "gnomon_kda_decode": [*[_P] * 4, _F32, _F32, *[_I64] * 3, _P, _I64, *[_P] * 7, _I32, _P, _I64, *[_P] * 4, _I32],
     "gnomon_kda_commit": [*[_P] * 3, _F32, *[_I64] * 3, _P, _P, _I64, *[_P] * 4, _I32],
-    "gnomon_unit_forward": [_P, _I64, _I64, _F32, _F32, _P, _I32],
-    "gnomon_unit_backward": [_P, _P, _I64, _I64, _F32, _F32, _P, _I32],
-    "gnomon_rms_forward": [*[_P] * 3, _I64, _I64, _F32, _P, _I32],
-    "gnomon_rms_backward": [*[_P] * 4, _I64, _I64, _F32, *[_P] * 3, _I32],
-    "gnomon_short_conv_forward": [*[_P] * 4, *[_I64] * 3, _P, _I32],
-    "gnomon_short_conv_backward": [*[_P] * 5, *[_I64] * 3, *[_P] * 3, _I32],
+    "gnomon_unit_forward": [_P, _I32, _I64, _I64, _F32, _F32, _P, _I32],
+    "gnomon_unit_backward": [_P, _P, _I32, _I64, _I64, _F32, _F32, _P, _I32],
+    "gnomon_rms_forward": [*[_P] * 3, _I32, _I64, _I64, _F32, _P, _I32],
+    "gnomon_rms_backward": [*[_P] * 4, _I32, _I64, _I64, _F32, *[_P] * 3, _I32],
+    "gnomon_decay_forward": [*[_P] * 3, _F32, *[_I64] * 3, _P, _I32],
+    "gnomon_decay_backward": [*[_P] * 5, _F32, *[_I64] * 3, *[_P] * 3, _I32],
+    "gnomon_short_conv_forward": [*[_P] * 3, _I32, _P, *[_I64] * 3, _P, _I32],
+    "gnomon_short_conv_backward": [*[_P] * 4, _I32, _P, *[_I64] * 3, *[_P] * 3, _I32],
     "gnomon_situ_forward": [_P, _P, _I64, _I64, _F32, _F32, _P, _I32],
     "gnomon_situ_backward": [*[_P] * 4, _I64, _I64, _F32, _F32, *[_P] * 4, _I32],
     "gnomon_depth_forward": [_P, _P, *[_I64] * 3, _F32, *[_P] * 3, _I32],
@@ -90,6 +92,19 @@ def refuse(**tensors: Tensor | None) -> str | None:
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
             return f"{name} is {x.dtype} on {x.device}; the C++ kernel takes torch.float32 on the CPU"
     return unavailable()
+
+
+def refuse_rows(**tensors: Tensor | None) -> str | None:
+    """As `refuse`, for kernels that read bf16 as it is and compute in fp32."""
+    def read(x: Tensor | None) -> Tensor | None:
+        return None if x is None or (x.dtype == torch.bfloat16 and x.device.type == "cpu") else x
+
+    return refuse(**{name: read(x) for name, x in tensors.items()})
+
+
+def bf16_bits(*tensors: Tensor | None) -> int:
+    """A bit for each that is bf16."""
+    return sum((x is not None and x.dtype == torch.bfloat16) << i for i, x in enumerate(tensors))
 
 
 def instruction_set() -> str:

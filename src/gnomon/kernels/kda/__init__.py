@@ -10,7 +10,7 @@ Read next: `reference.recurrent` (the meaning), then `reference.chunk` (the same
 from gnomon.kernels.operator import Operator
 
 prepare = Operator("kda", "prepare", cpu=("cpu",))
-decay = Operator("kda", "decay")
+decay = Operator("kda", "decay", cpu=("cpu",))
 recurrent = Operator("kda", "recurrent")
 chunk = Operator("kda", "chunk", cpu=("cpu",), cuda=("fla",), any=("fused",))
 step = Operator("kda", "step", cpu=("cpu",))

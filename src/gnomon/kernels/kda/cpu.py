@@ -68,7 +68,7 @@ def refuse_chunk(
     min_log_decay: float = -math.inf,
 ) -> str | None:
     """Needs the library, fp32 or bf16 on the CPU, and an fp32 state."""
-    return _refuse_rows(q=q, k=k, v=v, g=g, beta=beta) or native.refuse(initial_state=initial_state)
+    return native.refuse_rows(q=q, k=k, v=v, g=g, beta=beta) or native.refuse(initial_state=initial_state)
 
 
 def transition(
@@ -87,7 +87,7 @@ def refuse_transition(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, min_log_decay: float = -math.inf
 ) -> str | None:
     """Needs the library and fp32 or bf16 on the CPU."""
-    return _refuse_rows(k=k, v=v, g=g, beta=beta)
+    return native.refuse_rows(k=k, v=v, g=g, beta=beta)
 
 
 def step(
@@ -123,8 +123,22 @@ def prepare(
 
 
 def refuse_prepare(q: Tensor, k: Tensor, eps: float = 1e-6) -> str | None:
-    """Needs the library and fp32 on the CPU."""
-    return native.refuse(q=q, k=k)
+    """Needs the library and fp32 or bf16 on the CPU."""
+    return native.refuse_rows(q=q, k=k)
+
+
+def decay(
+    z: Float[Tensor, "*B H K"], A_log: Float[Tensor, " H"], lower_bound: float | None, bias: Float[Tensor, " HK"] | None = None
+) -> Float[Tensor, "*B H K"]:
+    """`reference.decay` with a bound, in one pass (csrc/decay.cpp)."""
+    return _Decay.apply(z, A_log, lower_bound, bias)
+
+
+def refuse_decay(z: Tensor, A_log: Tensor, lower_bound: float | None, bias: Tensor | None = None) -> str | None:
+    """Needs the library, a bound and fp32 on the CPU."""
+    if lower_bound is None:
+        return "there is no bound; the C++ kernel has the bounded form alone"
+    return native.refuse(z=z, A_log=A_log, bias=bias)
 
 
 def decode(
@@ -247,8 +261,8 @@ class _Unit(torch.autograd.Function):
         x = x.contiguous()
         ctx.eps, ctx.scale = eps, scale
         ctx.save_for_backward(x)
-        y, width = torch.empty_like(x), x.shape[-1]
-        native.library().gnomon_unit_forward(x.data_ptr(), x.shape[:-1].numel(), width, eps, scale, y.data_ptr(), native.threads())
+        y, sizes = torch.empty_like(x, dtype=torch.float32), (x.shape[:-1].numel(), x.shape[-1])
+        native.library().gnomon_unit_forward(x.data_ptr(), native.bf16_bits(x), *sizes, eps, scale, y.data_ptr(), native.threads())
         return y
 
     @staticmethod
@@ -256,19 +270,35 @@ class _Unit(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None]:
         (x,), d_y = ctx.saved_tensors, d_y.contiguous()
         d_x, sizes = torch.empty_like(x), (x.shape[:-1].numel(), x.shape[-1])
-        inputs = (x.data_ptr(), d_y.data_ptr(), *sizes, ctx.eps, ctx.scale)
+        inputs = (x.data_ptr(), d_y.data_ptr(), native.bf16_bits(x), *sizes, ctx.eps, ctx.scale)
         native.library().gnomon_unit_backward(*inputs, d_x.data_ptr(), native.threads())
         return d_x, None, None
 
 
-def _refuse_rows(**rows: Tensor) -> str | None:
-    """What belongs to tokens may be bf16 too: the library reads it as it is and computes in fp32."""
-    return native.refuse(**{name: None if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x for name, x in rows.items()})
+class _Decay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, A_log: Tensor, lower_bound: float, bias: Tensor | None) -> Tensor:
+        z, A_log, bias = z.contiguous(), A_log.contiguous(), None if bias is None else bias.contiguous()
+        if len(A_log) != z.shape[-2] or (bias is not None and bias.numel() != z.shape[-2:].numel()):
+            raise KernelError(f"decay: logits {tuple(z.shape)} need a rate for each of {z.shape[-2]} heads and a bias for each channel")
+        g, ctx.bound = torch.empty_like(z), lower_bound
+        inputs = (z.data_ptr(), native.address(bias), A_log.data_ptr())
+        sizes = (z.shape[:-2].numel(), *z.shape[-2:])
+        native.library().gnomon_decay_forward(*inputs, lower_bound, *sizes, g.data_ptr(), native.threads())
+        ctx.save_for_backward(z, A_log, bias, g)
+        return g
 
-
-def _bf16_bits(*rows: Tensor) -> int:
-    """A bit for each that is bf16."""
-    return sum((x.dtype == torch.bfloat16) << i for i, x in enumerate(rows))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_g: Tensor) -> tuple[Tensor | None, ...]:
+        z, A_log, bias, g = ctx.saved_tensors
+        d_g, d_z, d_rate = d_g.contiguous(), torch.empty_like(z), torch.empty_like(A_log)
+        d_bias = z.new_empty(z.shape[-2:].numel()) if bias is None else torch.empty_like(bias)
+        inputs = (z.data_ptr(), native.address(bias), A_log.data_ptr(), g.data_ptr(), d_g.data_ptr())
+        outputs = (d_z.data_ptr(), d_bias.data_ptr(), d_rate.data_ptr())
+        sizes = (z.shape[:-2].numel(), *z.shape[-2:])
+        native.library().gnomon_decay_backward(*inputs, ctx.bound, *sizes, *outputs, native.threads())
+        return d_z, d_rate, None, None if bias is None else d_bias
 
 
 class _Chunk(torch.autograd.Function):
@@ -290,7 +320,7 @@ class _Chunk(torch.autograd.Function):
         operands, inputs = (q, k, g, beta), (error, states, d_o, d_last, bounds)
         sizes = (len(bounds) - 1, *q.shape[-2:], error.shape[-1], PERIOD)
         native.library().gnomon_kda_backward(
-            *(x.data_ptr() for x in operands), _bf16_bits(*operands), *(x.data_ptr() for x in inputs), *sizes,
+            *(x.data_ptr() for x in operands), native.bf16_bits(*operands), *(x.data_ptr() for x in inputs), *sizes,
             *(x.data_ptr() for x in grads), native.threads(),
         )
         return *(x.to(dtype) for x, dtype in zip(grads, types, strict=False)), grads[5] if ctx.has_initial else None, None
@@ -310,7 +340,7 @@ def _forward(
     operands = (q, k, v, g, beta)
     results = [x.data_ptr() for x in outputs] + [None] * (4 - len(outputs))
     native.library().gnomon_kda_forward(
-        *(x.data_ptr() for x in operands), _bf16_bits(*operands), native.address(initial), bounds.data_ptr(), documents, heads, keys,
+        *(x.data_ptr() for x in operands), native.bf16_bits(*operands), native.address(initial), bounds.data_ptr(), documents, heads, keys,
         values, PERIOD, *results, native.threads(),
     )
     return tuple(outputs)

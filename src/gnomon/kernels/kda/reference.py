@@ -33,13 +33,17 @@ def prepare(
     return q, k * torch.rsqrt((k * k).sum(-1, keepdim=True) + eps)
 
 
-def decay(z: Float[Tensor, "*B H K"], A_log: Float[Tensor, " H"], lower_bound: float | None) -> Float[Tensor, "*B H K"]:
-    """The log-decay g per key channel from the gate logits z (bias already added); exp(A_log) is one scalar per head.
+def decay(
+    z: Float[Tensor, "*B H K"], A_log: Float[Tensor, " H"], lower_bound: float | None, bias: Float[Tensor, " HK"] | None = None
+) -> Float[Tensor, "*B H K"]:
+    """The log-decay g per key channel from the gate logits z, plus `bias` where it is not in them yet; exp(A_log) is one scalar per head.
 
     With a bound (report equation 5): g = lower_bound · sigmoid(exp(A_log) z), in (lower_bound, 0).
     Without (Kimi Linear): g = −exp(A_log) · softplus(z).
     """
     z, rate = _compute(z), _compute(A_log).exp()[:, None]
+    if bias is not None:
+        z = z + _compute(bias).view(z.shape[-2:])
     if lower_bound is None:
         return -rate * F.softplus(z)
     return lower_bound * torch.sigmoid(rate * z)

@@ -29,7 +29,7 @@ def samples(device: str) -> dict[str, tuple[Any, ...]]:
         "decode": (*rows, raw_q[0, :9], *states, *weights, norm, -5.0, 1e-5, sequences, torch.tensor([[1, 0], [1, 4]], device=device)),
         "commit": (*rows, *states, *weights, -5.0, sequences, torch.tensor([1, 3, 0], device=device)),
         "prepare": (raw_q, raw_k),
-        "decay": (z, torch.zeros(heads, device=device), -5.0),
+        "decay": (z, torch.randn(heads, device=device), -5.0, weights[2]),
         "recurrent": (q, k, v, g, beta, state),
         "chunk": (q[:1], k[:1], v[:1], g[:1], beta[:1], state[:1].expand(3, -1, -1, -1).contiguous(), borders, -5.0),
         "step": (q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state),

@@ -19,8 +19,10 @@ def short_conv(
     weight: Float[Tensor, "C W"],
     history: Float[Tensor, "S W1 C"] | None = None,
     cu_seqlens: Int[Tensor, " S1"] | None = None,
-) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "S W1 C"]]:
-    """y_t = SiLU(Σ_j weight[:, j] · u_(t−W+1+j)): the last tap multiplies the current token. Returns y and the new histories.
+    keep: bool = True,
+) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "S W1 C"] | None]:
+    """y_t = SiLU(Σ_j weight[:, j] · u_(t−W+1+j)): the last tap multiplies the current token. Returns y and the new
+    histories, `None` unless `keep`.
 
     Before a document's first token stands its `history`, or zeros. Without `cu_seqlens` each row is a document (S = B); with it B = 1.
     Taps, inputs and sums are fp32 (fp64 for fp64 inputs); the result has the dtype of `u`.
@@ -35,7 +37,7 @@ def short_conv(
     before = (taps - 1) * torch.repeat_interleave(torch.arange(1, len(bounds)), lengths)
     total = _convolve(stream, weight)
     tokens = (torch.arange(len(flat)) + before - (taps - 1)).to(u.device)
-    return F.silu(total[tokens]).to(u.dtype).view(u.shape), last_inputs(u, history, bounds, taps)
+    return F.silu(total[tokens]).to(u.dtype).view(u.shape), last_inputs(u, history, bounds, taps) if keep else None
 
 
 def last_inputs(u: Tensor, history: Tensor | None, bounds: list[int], taps: int) -> Tensor:

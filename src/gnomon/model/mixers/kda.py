@@ -19,14 +19,14 @@ from gnomon.model.state import KDAState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KDAInputs:
-    """What the recurrence consumes: q (scaled) and k normalised, log decays and β in fp32, and the new convolution history."""
+    """What the recurrence consumes: q (scaled) and k normalised, log decays and β in fp32; the new history of the convolution if kept."""
 
     q: Float[Tensor, "B T H K"]
     k: Float[Tensor, "B T H K"]
     v: Float[Tensor, "B T H V"]
     g: Float[Tensor, "B T H K"]
     beta: Float[Tensor, "B T H"]
-    history: Float[Tensor, "S W C"]
+    history: Float[Tensor, "S W C"] | None
 
 
 class SegmentExchange(Protocol):
@@ -60,9 +60,9 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
-    def forward(self, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`(SiLU of the convolution, new history)`."""
-        return short_conv.short_conv(x, self.weight[:, 0], history, cu_seqlens)
+    def forward(self, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None, keep: bool = True) -> tuple[Tensor, Tensor | None]:
+        """`(SiLU of the convolution, new history or None unless keep)`."""
+        return short_conv.short_conv(x, self.weight[:, 0], history, cu_seqlens, keep)
 
 
 class Mixer(nn.Module):
@@ -100,7 +100,7 @@ class Mixer(nn.Module):
         self, x: Float[Tensor, "B T D"], state: KDAState | None = None, cu_seqlens: Int[Tensor, "S1"] | None = None
     ) -> Float[Tensor, "B T D"]:
         """Mix along time; `state` is read and replaced. With `cu_seqlens` every document starts afresh or from its own state."""
-        inputs = self.inputs(x, None if state is None else state.conv, cu_seqlens)
+        inputs = self.inputs(x, None if state is None else state.conv, cu_seqlens, keep=state is not None)
         initial = self.exchange.initial_state(inputs, None if state is None else state.matrix, cu_seqlens)
         if x.shape[1] == 1 and cu_seqlens is None and initial is not None:
             first = (t[:, 0] for t in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
@@ -108,7 +108,7 @@ class Mixer(nn.Module):
             o = o.unsqueeze(1)
         else:
             o, final = kda.chunk(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial, cu_seqlens, self.min_log_decay)
-        if state is not None:
+        if state is not None and inputs.history is not None:
             state.conv, state.matrix = inputs.history.to(state.conv.dtype), final
         return self.output(x, o)
 
@@ -118,7 +118,7 @@ class Mixer(nn.Module):
         bound = self.config.gate_lower_bound
         return float("-inf") if bound is None else bound
 
-    def inputs(self, x: Float[Tensor, "B T D"], history: Tensor | None, cu_seqlens: Tensor | None) -> KDAInputs:
+    def inputs(self, x: Float[Tensor, "B T D"], history: Tensor | None, cu_seqlens: Tensor | None, keep: bool = True) -> KDAInputs:
         """Project, convolve, normalise, and compute decay and β in fp32."""
         heads = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
         before = (None, None, None) if history is None else history.chunk(3, dim=-1)
@@ -126,14 +126,13 @@ class Mixer(nn.Module):
         *streams, decay, beta = together(x, self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
         for name, projected, past in zip("qkv", streams, before, strict=True):
             past = self.exchange.history(projected, past, cu_seqlens)
-            y, new = getattr(self, f"{name}_conv1d")(projected, past, cu_seqlens)
+            y, new = getattr(self, f"{name}_conv1d")(projected, past, cu_seqlens, keep)
             mixed.append(y.view(heads))
             kept.append(new)
         q, k = kda.prepare(mixed[0], mixed[1])
-        z = (self.f_b_proj(decay).float() + self.dt_bias).view(heads)
-        g = kda.decay(z, self.A_log, self.config.gate_lower_bound)
+        g = kda.decay(self.f_b_proj(decay).float().view(heads), self.A_log, self.config.gate_lower_bound, self.dt_bias)
         beta = torch.sigmoid(beta.float())
-        return KDAInputs(q=q, k=k, v=mixed[2], g=g, beta=beta, history=torch.cat(kept, dim=-1))
+        return KDAInputs(q=q, k=k, v=mixed[2], g=g, beta=beta, history=torch.cat(kept, dim=-1) if keep else None)
 
     def output(self, x: Float[Tensor, "B T D"], o: Float[Tensor, "B T H V"]) -> Float[Tensor, "B T D"]:
         """Normalise each head, gate with a sigmoid, project back."""
