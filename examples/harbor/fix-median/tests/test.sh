@@ -2,7 +2,7 @@
 # One share of the reward for each input whose median is right. The program runs in a process of its own, so it cannot touch what counts.
 right=0
 check() {
-    said=$(printf '%b' "$1" | timeout 10 python3 /home/user/work/median.py 2>&1 | tail -n 1)
+    said=$(printf '%b' "$1" | timeout 120 python3 /home/user/work/median.py 2>&1 | tail -n 1)
     if python3 -c 'import sys; sys.exit(float(sys.argv[1]) != float(sys.argv[2]))' "$said" "$2" 2>/dev/null; then
         right=$((right + 1))
     else
