@@ -5,7 +5,8 @@ run is the same model without a cache.
 
     OMP_NUM_THREADS=2 python benchmarks/serve_cache.py            # all parts, the K3-shaped medium model for time to first token and forks
     OMP_NUM_THREADS=2 python benchmarks/serve_cache.py --short    # the same on the tiny model and short prompts, in seconds
-    OMP_NUM_THREADS=2 python benchmarks/serve_cache.py --only reuse lookup
+    OMP_NUM_THREADS=2 python benchmarks/serve_cache.py --only reuse lookup      # the figures of other parts stay
+    OMP_NUM_THREADS=2 python benchmarks/serve_cache.py --only first_token --runs 3
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from gnomon.kernels import native
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.inference import InferenceModel
 from gnomon.model.inference_state import PackedRows
+from gnomon.model.parts import KDAConfig
 from gnomon.model.transformer import Transformer
 from gnomon.serve.cache_settings import CacheSettings
 from gnomon.serve.held import Held
@@ -38,6 +40,7 @@ from gnomon.units import format_bytes
 
 STEP = 2048
 BRANCHES, BRANCH_TOKENS = 16, 32
+DEPTHS = (128, 2048, 16384)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +172,7 @@ def forks(sizes: Sizes) -> dict[str, Any]:
     model = build(sizes.model)
     past = ids(sizes.cached, 1, model.config)
     ratios, forking = [], []
-    for run in range(max(1, sizes.runs // 2)):
+    for run in range(max(1, sizes.runs)):
         server = Server(model, 8 << 30)
         cold = timed(lambda server=server: server.prompt(past, reuse=False).close())
         start = time.perf_counter()
@@ -233,6 +236,51 @@ def lookup(sizes: Sizes) -> dict[str, Any]:
             "open_parted": spread(parted)}
 
 
+def boundaries(sizes: Sizes) -> dict[str, Any]:
+    """Time to first token after a prefix that ends at a hash block, for many blocks: what is reused, and how even the time is."""
+    model = build("tiny")
+    server, past = Server(model, 4 << 30), ids(sizes.cached, 1, model.config)
+    server.prompt(past).close()
+    rows = []
+    for tokens in range(sizes.cached // 8, sizes.cached + 1, sizes.cached // 8):
+        seconds = []
+        for run in range(sizes.runs):
+            asked, start = past[:tokens] + ids(64, 1000 * tokens + run, model.config), time.perf_counter()
+            held = server.prompt(asked)
+            seconds.append(time.perf_counter() - start)
+            assert held.cached_tokens == tokens, held.note
+            held.close(keep=False)
+        rows.append({"boundary": tokens, "recomputed_below": 0, **spread(seconds)})
+    low, high = (f(row["median"] for row in rows) for f in (min, max))
+    print(f"64 new tokens after each of {len(rows)} boundaries up to {sizes.cached}: all of the prefix reused, {low * 1e3:.1f} to "
+          f"{high * 1e3:.1f} ms", flush=True)
+    return {"rows": rows, "slowest_over_fastest": high / low}
+
+
+def kda(sizes: Sizes) -> dict[str, Any]:
+    """Seconds of a decoded token of KDA layers alone, at contexts that grow: the state is all they have of the past."""
+    shape = medium()
+    layers = ModelConfig(vocab_size=256, hidden_size=shape.hidden_size, num_hidden_layers=4, intermediate_size=256, layer_pattern=("kda",),
+                         final_mixer=None, mixers={"kda": KDAConfig(num_heads=12, head_dim=128)})
+    model = InferenceModel(layers, RandomWeights(layers))
+    pool, seen, rows = model.new_pool(1, 64), 0, dict[str, Any]()
+    tokens = torch.tensor(ids(sizes.context // 8 + 200 * len(DEPTHS), 1, layers))
+
+    def read(count: int) -> None:
+        nonlocal seen
+        model.forward(PackedRows(tokens=tokens[seen:seen + count], bounds=torch.tensor([0, count]), past=torch.tensor([seen]),
+                                 slots=torch.zeros(1, dtype=torch.int64), pages=torch.zeros(1, 1, dtype=torch.int32)), pool)
+        seen += count
+
+    for depth in (depth for depth in DEPTHS if depth <= sizes.context // 8):
+        while seen < depth:
+            read(min(STEP, depth - seen))
+        rows[str(depth)] = spread([timed(lambda: read(1)) for _ in range(100)])
+    medians = [row["median"] for row in rows.values()]
+    print("a token of 4 KDA layers: " + ", ".join(f"{row['median'] * 1e3:.3f} ms after {depth}" for depth, row in rows.items()), flush=True)
+    return {"layers": 4, "seconds": rows, "last_over_first": medians[-1] / medians[0]}
+
+
 def processor_time(run: Callable[[], object]) -> float:
     """Processor seconds."""
     start = time.process_time()
@@ -240,7 +288,8 @@ def processor_time(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-PARTS = {"reuse": reuse, "first_token": first_token, "forks": forks, "memory": memory, "lookup": lookup}
+PARTS = {"reuse": reuse, "boundaries": boundaries, "kda": kda, "memory": memory, "lookup": lookup, "first_token": first_token,
+         "forks": forks}
 
 
 def main() -> None:
@@ -248,12 +297,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="the tiny model and short prompts; nothing is saved")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--runs", type=int, help="repetitions of each figure (default: 5)")
     asked = parser.parse_args()
     if reason := native.unavailable():
         sys.exit(f"the inference model needs the C++ library: {reason}")
-    results = {part: PARTS[part](SHORT if asked.short else FULL) for part in asked.only}
-    if not asked.short and len(results) == len(PARTS):
-        save("serve_cache", {"threads": torch.get_num_threads(), "instructions": native.instruction_set(), **results})
+    sizes = SHORT if asked.short else FULL
+    if asked.runs:
+        sizes = replace(sizes, runs=asked.runs)
+    about = {"threads": torch.get_num_threads(), "instructions": native.instruction_set()}
+    for part in asked.only:
+        result = PARTS[part](sizes)
+        if not asked.short:
+            save("serve_cache", {part: {**result, **about}}, keep=True)
 
 
 if __name__ == "__main__":

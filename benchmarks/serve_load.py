@@ -5,6 +5,7 @@ memory of the server's process from the moment its cache is full. Part two: the 
 without and with bursts of long prompts, in turns. The server runs in a process of its own, the clients in this one.
 
     python benchmarks/serve_load.py                 # 64 clients for 5 minutes, then 5 pairs of windows of 20 s
+    python benchmarks/serve_load.py --only bursts --pairs 2 --window 15          # a part; the other one's figures stay
     python benchmarks/serve_load.py --short         # seconds; nothing is saved
 """
 
@@ -168,6 +169,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64, help="streaming clients (default: 64)")
     parser.add_argument("--seconds", type=float, default=300, help="how long they stream (default: 300)")
+    parser.add_argument("--only", choices=("steady", "bursts"), help="one part only")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of windows without and with bursts (default: 5)")
+    parser.add_argument("--window", type=float, default=20, help="seconds of a window (default: 20)")
     parser.add_argument("--short", action="store_true", help="10 s and one pair of windows; nothing is saved")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -178,13 +182,16 @@ def main() -> None:
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        even = asyncio.run(steady(port, process.pid, asked.clients, 10 if asked.short else asked.seconds))
-        beside = asyncio.run(mixed(port, 1 if asked.short else 5, 6 if asked.short else 20))
+        parts: dict[str, Any] = {}
+        if asked.only != "bursts":
+            parts["steady"] = asyncio.run(steady(port, process.pid, asked.clients, 10 if asked.short else asked.seconds))
+        if asked.only != "steady":
+            parts["beside"] = asyncio.run(mixed(port, 1 if asked.short else asked.pairs, 6 if asked.short else asked.window))
     finally:
         process.terminate()
         process.wait()
     if not asked.short:
-        save("serve_load", {"steady": even, "beside": beside})
+        save("serve_load", parts, keep=True)
 
 
 if __name__ == "__main__":
