@@ -117,13 +117,13 @@ def run(name: str, body: Callable[[Sandbox], Awaitable[None]], spec: Spec = PLAI
 
     async def main() -> None:
         async with opened(name, spec) as (_, box):
-            await asyncio.wait_for(body(box), 60)
+            await asyncio.wait_for(body(box), 300)
 
     backend(name)
     asyncio.run(main())
 
 
-def sh(script: str, timeout: float | None = 20.0, **options: object) -> Command:
+def sh(script: str, timeout: float | None = 120.0, **options: object) -> Command:
     """A shell command."""
     return Command(argv=("/bin/sh", "-c", script), timeout_seconds=timeout, **options)
 
@@ -481,7 +481,7 @@ def test_usage_is_counted(name: str) -> None:
     async def body(box: Sandbox) -> None:
         await box.write("/tmp/five", b"x" * 5_000_000)
         process = await box.start(sh("sleep 1000 & sleep 1000", timeout=None))
-        result = await box.exec(sh("i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"))
+        result = await box.exec(sh("i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"))
         assert isinstance(result, Result) and result.code == 0
         usage = await box.usage()
         assert 5_000_000 <= usage.disk_bytes < 32 << 20

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from sandbox_backends import need_gvisor
 
 from gnomon.errors import ConfigError, Unsupported
 from gnomon.sandbox import network
@@ -56,17 +57,21 @@ async def fetch(box: Sandbox, address: str) -> str:
 def run(tmp_path: Path, work: Callable[[Sandbox, int], Awaitable[None]], kind: type = namespaces.Backend) -> None:
     """Do something with a sandbox and a server outside."""
 
+    if kind is gvisor.Backend:
+        need_gvisor()
+
     async def main() -> None:
         backend = kind(LayerStore(tmp_path / "store"))
-        try:
-            await backend.probe()
-        except Unsupported as error:
-            pytest.skip(str(error))
+        if kind is namespaces.Backend:
+            try:
+                await backend.probe()
+            except Unsupported as error:
+                pytest.skip(str(error))
         listening = await asyncio.start_server(web, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         try:
             async with await backend.create(Spec(network=Network(allow=(f"good.test:{port}", f"inner.test:{port}")))) as box:
-                await asyncio.wait_for(work(box, port), 120)
+                await asyncio.wait_for(work(box, port), 300)
         finally:
             await backend.close()
             assert not backend.ways.egresses and not getattr(backend, "doors", {})

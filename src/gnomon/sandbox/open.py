@@ -18,7 +18,7 @@ from gnomon.sandbox.sandbox import Backend, Capabilities, Isolation
 ORDER: dict[Isolation, tuple[str, ...]] = {"standard": ("namespaces", "gvisor"), "strong": ("microvm", "gvisor", "e2b")}
 """What `auto` tries, in this order. Strong: hardware first, then a kernel in a process, then another machine."""
 
-PROBE_SECONDS = 60.0
+PROBE_SECONDS = 120.0
 
 _PACKAGE = "gnomon.sandbox.backends"
 _refused: dict[str, str] = {}

@@ -27,7 +27,7 @@ from gnomon.sandbox.registry import Registry, Traces
 from gnomon.sandbox.sandbox import MEGABYTE, Capabilities, Command, Network, Snapshot, Spec
 from gnomon.sandbox.ways import Ways
 
-PROBE_SECONDS = 30.0
+PROBE_SECONDS = 100.0
 NEVER_HELD = frozenset({"disk_bytes", "inodes", "processes"})
 KERNEL_BYTES = 96 * MEGABYTE
 KERNEL_TASKS = 256
@@ -138,6 +138,8 @@ class Backend:
             raise Unsupported(f"gvisor: {spec.image} holds the processes of another backend's sandbox")
         spec = replace(spec, env={**image.env, **spec.env})
         known = json.loads((image.memory / "gnomon.json").read_text()) if image.memory is not None else {}
+        if known and "key" not in known:
+            raise SandboxError(f"snapshot {spec.image} is of an older version, whose agent had no key; make it anew")
         machine = await self._place(spec, image, bytes.fromhex(known["key"]) if known else None)
         if machine.state != "new":
             return machine

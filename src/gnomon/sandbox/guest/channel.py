@@ -29,6 +29,9 @@ from gnomon.sandbox.sandbox import Command, FileEvent, Result
 
 FRAME = struct.Struct(">II")
 MAX_HEADER = 1 << 18
+MAX_REQUEST = 1 << 21
+"""Most bytes of an answer's header, and of a request's: arguments and environment of a program are in it."""
+
 KILL_SECONDS = 20.0
 SEAL_BYTES = 16
 LOOK_SECONDS, PATIENCE_SECONDS = 20.0, 60.0
@@ -200,7 +203,7 @@ class Guest:
     async def tell(self, header: dict[str, Any], payload: bytes = b"", *, gate: bool = True) -> None:
         """Send one frame, waiting until the channel is open and the agent takes it."""
         head = json.dumps(header).encode()
-        if len(head) > MAX_HEADER or len(payload) > MAX_PAYLOAD:
+        if len(head) > MAX_REQUEST or len(payload) > MAX_PAYLOAD:
             raise SandboxError(f"sandbox {self.name}: a request of {len(head)} + {len(payload)} bytes is too large")
         while gate and not self.open.is_set():
             await self.open.wait()

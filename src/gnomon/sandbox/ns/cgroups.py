@@ -223,12 +223,16 @@ class Group:
         unified = self.is_unified("freezer")
         name, values = ("cgroup.freeze", ("0", "1")) if unified else ("freezer.state", ("THAWED", "FROZEN"))
         write(os.path.join(folder, name), values[frozen])
-        limit = time.monotonic() + FREEZE_SECONDS
+        limit, looks = time.monotonic() + FREEZE_SECONDS, 0
         while time.monotonic() < limit:
             state = read(os.path.join(folder, "cgroup.events" if unified else name))
             if (f"frozen {int(frozen)}" in state) if unified else (state.strip() == values[frozen]):
                 return True
-            time.sleep(0.0005)
+            looks += 1
+            if looks < 50:  # most stand still as soon as they are let run
+                os.sched_yield()
+            else:
+                time.sleep(0.0005)
         write(os.path.join(folder, name), values[False])
         raise OSError(f"{self.name} does not {'freeze' if frozen else 'thaw'}")
 
