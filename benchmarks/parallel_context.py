@@ -7,6 +7,7 @@ that the exchanges were handed, forward; the planner's are `gnomon.plan.exchange
 
     OMP_NUM_THREADS=1 python benchmarks/parallel_context.py                       # some minutes
     OMP_NUM_THREADS=1 python benchmarks/parallel_context.py --tokens 2048 --runs 1
+    OMP_NUM_THREADS=1 python benchmarks/parallel_context.py --only long --runs 2   # one of the three cases
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import save
+from machine import RESULTS, save
 
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.transformer import Transformer
@@ -30,6 +31,7 @@ from gnomon.plan.exchange import exchanges
 from gnomon.plan.workload import Layout, Precision
 
 RANKS, LAYERS, WIDTH = 4, 2, 128
+CASES = ("short", "long", "both")
 
 
 def model_of(kind: str) -> ModelConfig:
@@ -94,13 +96,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536, help="length of the document (default: 65536)")
     parser.add_argument("--attention-tokens", type=int, default=8192, help="the same where there is attention (default: 8192)")
     parser.add_argument("--runs", type=int, default=5, help="repetitions (default: 5)")
+    parser.add_argument("--only", choices=CASES, help="one case, into the figures that are there already")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         worker(given.worker, given.tokens, given.runs)
         return
+    sizes = {"short": ("kda", given.tokens // 8), "long": ("kda", given.tokens),
+             "both": ("both", min(given.tokens, given.attention_tokens))}
     rows = []
-    for kind, length in (("kda", given.tokens // 8), ("kda", given.tokens), ("both", min(given.tokens, given.attention_tokens))):
+    for case in (CASES if given.only is None else [given.only]):
+        kind, length = sizes[case]
         alone = measured(kind, length, given.runs, 1)[0]["seconds"]
         ranks = measured(kind, length, given.runs, RANKS)
         worst, mean = max(r["seconds"] for r in ranks), statistics.mean(r["seconds"] for r in ranks)
@@ -110,7 +116,10 @@ def main() -> None:
         print(f"{kind:>5} {length:7d} tokens: a rank's CPU time is {rows[-1]['mean over a quarter']:.2f} of a quarter of one rank's "
               f"(busiest {rows[-1]['busiest over a quarter']:.2f}); sent {ranks[0]['sent']}, planner {rows[-1]['planner']}",
               file=sys.stderr)
-    save("parallel_context", {"ranks": RANKS, "rows": rows})
+    if given.only is not None and (before := RESULTS / "parallel_context.json").exists():
+        rows += [row for row in json.loads(before.read_text())["rows"]
+                 if (row["layers"], row["tokens"]) != (rows[0]["layers"], rows[0]["tokens"])]
+    save("parallel_context", {"ranks": RANKS, "rows": sorted(rows, key=lambda row: (row["layers"] == "both", row["tokens"]))})
 
 
 if __name__ == "__main__":

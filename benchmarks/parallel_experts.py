@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from machine import repeat, save
+from machine import RESULTS, repeat, save
 
 from gnomon.model.config import preset
 from gnomon.model.experts import RoutedExperts
@@ -34,6 +34,8 @@ from gnomon.parallel.expert_plan import plan_at_home, plan_experts
 
 SIZES = ((8, 2), (16, 4), (64, 8), (256, 16), (896, 32), (896, 64))
 RANKS, EXPERTS, CHOSEN, LATENT, INNER = 4, 32, 4, 256, 256
+KINDS = ("even", "lognormal", "hopeless")
+PARTS = ("balance", "plan seconds at 896 x 64", "plan CPU seconds at 896 x 64", "optimum", "layers")
 SKEWS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # MaxVio by expert
 
 
@@ -50,15 +52,15 @@ def routing(kind: str, experts: int, ranks: int, random: np.random.Generator) ->
     return random.multinomial(rows, popularity / popularity.sum(), size=ranks)
 
 
-def balance(routings: int) -> dict[str, Any]:
-    """Over all sizes and kinds: rows per rank and copies."""
+def balance(routings: int, kinds: list[str]) -> dict[str, Any]:
+    """Over all sizes and some kinds: rows per rank and copies."""
     found: dict[str, Any] = {}
-    for kind in ("even", "lognormal", "hopeless"):
+    for kind in kinds:
         copies, unequal, over = [], 0, 0
         for number in range(routings // 3):
             experts, ranks = SIZES[number % len(SIZES)]
             plan = plan_experts(routing(kind, experts, ranks, np.random.default_rng(number)))
-            rows, own = plan.assigned.sum(1), [len(plan.redundant(rank)) for rank in range(ranks)]
+            rows, own = plan.assigned.sum(1), ((plan.assigned > 0) & (plan.home() != np.arange(ranks)[:, None])).sum(1).tolist()
             unequal += int(rows.max() - rows.min() > 0)  # S K tokens on every rank come out even
             over += int(max(own) > experts // ranks)
             copies.append((max(own), statistics.mean(own)))
@@ -193,21 +195,38 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=60, help="small cases that are solved exactly (default: 60)")
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each layer (default: 5)")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank (default: 2048)")
+    parser.add_argument("--only", choices=(*KINDS, "planner", "layers"), help="one piece, into the figures that are there already")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         worker(given.tokens, given.runs)
         return
-    counts = [routing("lognormal", 896, 64, np.random.default_rng(n)) for n in range(20)]
-    turns = iter(counts * 2)
-    planner = repeat(lambda: plan_experts(next(turns)), runs=20, warm_up=3)
-    found = layers(given.tokens, given.runs)
-    print(f"{'MaxVio':>7} {'planner':>8} {'busiest rank, CPU ms':>21} {'rows':>7} {'copies':>7}", file=sys.stderr)
-    for row in found:
-        print(f"{row['MaxVio']:7.2f} {row['planner']:>8} {row['busiest rank, CPU seconds'] * 1e3:21.1f} {row['largest buffer, rows']:7d} "
-              f"{row['most copies']:7d}", file=sys.stderr)
-    result = {"balance": balance(given.routings), "optimum": optimum(given.cases), "plan seconds at 896 x 64": planner, "layers": found}
-    print(json.dumps({key: result[key] for key in ("balance", "optimum", "plan seconds at 896 x 64")}, indent=1), file=sys.stderr)
+    result: dict[str, Any] = {}
+    kinds = [kind for kind in KINDS if given.only in (None, kind)]
+    if kinds:
+        result["balance"] = balance(given.routings, kinds)
+    if given.only in (None, "planner"):
+        counts = [routing("lognormal", 896, 64, np.random.default_rng(n)) for n in range(20)]
+        turns, busy = iter(counts * 2), []
+        result["plan seconds at 896 x 64"] = repeat(lambda: plan_experts(next(turns)), runs=20, warm_up=3)
+        for count in counts:
+            spent = time.process_time()
+            plan_experts(count)
+            busy.append(time.process_time() - spent)
+        result["plan CPU seconds at 896 x 64"] = {"median": statistics.median(busy), "least": min(busy), "most": max(busy)}
+        result["optimum"] = optimum(given.cases)
+    if given.only in (None, "layers"):
+        result["layers"] = layers(given.tokens, given.runs)
+        print(f"{'MaxVio':>7} {'planner':>8} {'busiest rank, CPU ms':>21} {'rows':>7} {'copies':>7}", file=sys.stderr)
+        for row in result["layers"]:
+            print(f"{row['MaxVio']:7.2f} {row['planner']:>8} {row['busiest rank, CPU seconds'] * 1e3:21.1f} "
+                  f"{row['largest buffer, rows']:7d} {row['most copies']:7d}", file=sys.stderr)
+    print(json.dumps({key: value for key, value in result.items() if key != "layers"}, indent=1), file=sys.stderr)
+    if given.only is not None:  # a piece of what was measured before
+        there = RESULTS / "parallel_experts.json"
+        before = json.loads(there.read_text()) if there.exists() else {}
+        result["balance"] = before.get("balance", {}) | result.get("balance", {})
+        result = {key: before[key] for key in PARTS if key in before} | result
     save("parallel_experts", result)
 
 

@@ -1,8 +1,11 @@
 """A program for several ranks: experts spread over them give the outputs and gradients of one rank. Run by test_expert_parallel.py."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +31,25 @@ def routing(kind: str, tokens: int, experts: int, random: torch.Generator) -> to
     return scores.topk(CHOSEN, -1).indices
 
 
-def case(kind: str, lengths: list[int], experts: int, planner) -> dict[str, float]:
+@contextmanager
+def counted(reads: list[str]) -> Iterator[None]:
+    """Inside, every time that the package's exchanges look at a tensor's values from the host is written down."""
+    names, before = ("cpu", "numpy", "item", "tolist", "__bool__", "__int__"), {}
+    for name in names:
+        before[name] = getattr(torch.Tensor, name)
+
+        def read(tensor: torch.Tensor, *arguments: Any, _name: str = name, **named: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"].startswith("gnomon.parallel"):
+                reads.append(_name)
+            return before[_name](tensor, *arguments, **named)
+
+        setattr(torch.Tensor, name, read)
+    yield
+    for name in names:
+        setattr(torch.Tensor, name, before[name])
+
+
+def case(kind: str, lengths: list[int], experts: int, planner) -> dict[str, Any]:
     """Compare one layer; returns what the ranks found."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     random = torch.Generator().manual_seed(7)
@@ -43,11 +64,12 @@ def case(kind: str, lengths: list[int], experts: int, planner) -> dict[str, floa
     weights, wanted = torch.rand(tokens, CHOSEN, generator=random), torch.randn(tokens, LATENT, generator=random)
     part = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
     dispatch = spread(mine, planner=planner)
-    results = []
+    results, reads = [], list[str]()
     for experts_here, rows in ((whole, slice(None)), (mine, part)):
         x, w = z[rows].clone().requires_grad_(), weights[rows].clone().requires_grad_()
-        y = experts_here(x, ids[rows], w)
-        (y * wanted[rows]).sum().backward()
+        with counted(reads):
+            y = experts_here(x, ids[rows], w)
+            (y * wanted[rows]).sum().backward()
         results.append((y.detach(), x.grad, w.grad))
     own = slice(rank * experts // ranks, (rank + 1) * experts // ranks)
     pairs = [(a[part], b) for a, b in zip(*results, strict=True)]
@@ -57,7 +79,7 @@ def case(kind: str, lengths: list[int], experts: int, planner) -> dict[str, floa
     assert plan is not None
     pair_bytes, moved = LATENT * 4, sum(CHOSEN * n for n in lengths)
     to, _ = plan.destinations(rank, ids[part].flatten().numpy())
-    return {"worst": worst, "rows": int(plan.assigned[rank].sum()), "copies": len(plan.redundant(rank)), "moved": moved,
+    return {"worst": worst, "reads": reads, "rows": int(plan.assigned[rank].sum()), "copies": len(plan.redundant(rank)), "moved": moved,
             "bytes": dispatch.sent_bytes["tokens"],
             "expected_bytes": int((to != rank).sum() + plan.assigned[rank].sum() - np.sum(to == rank)) * pair_bytes,
             "weights": dispatch.sent_bytes["weights"]}

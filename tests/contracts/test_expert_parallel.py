@@ -18,6 +18,7 @@ def test_experts_over_ranks_are_those_of_one(ranks: int, by_ranks: dict[int, Any
     assert len(found) == 18
     for name, every in found.items():
         assert max(rank["worst"] for rank in every) < 1e-6, name
+        assert all(rank["reads"] == ["cpu", "numpy"] for rank in every), name  # the counts, once, forward; nothing else comes to the host
         rows = [rank["rows"] for rank in every]
         assert sum(rows) == every[0]["moved"], name
         assert all(rank["bytes"] == rank["expected_bytes"] for rank in every), name  # there and back

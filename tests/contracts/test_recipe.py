@@ -10,6 +10,7 @@ from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, preset
 from gnomon.parallel.axes import Axes
 from gnomon.train.recipe import DataConfig, EvaluateConfig, SourceConfig, Stage, TrainRecipe, load
+from gnomon.train.settings import BalanceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -26,6 +27,8 @@ def recipe(**changes):
     ({"mesh": Axes(expert=3)}, r"'mesh\.expert' is 3, but \d+ experts cannot be shared out evenly"),
     ({"mesh": Axes(expert=2), "model": replace(preset("tiny"), moe=None)}, "the model has no experts"),
     ({"mesh": Axes(context=1024)}, "less than one token for each of 'mesh.context' = 1024 ranks"),
+    ({"mesh": Axes(pipeline=9)}, r"'mesh\.pipeline' x 'mesh\.virtual' is 9 stages, but the model has \d layers"),
+    ({"mesh": Axes(pipeline=2), "balance": BalanceConfig(method="auxiliary")}, "a loss of all layers, which a pipeline does not have"),
     ({"mesh": Axes(context=2), "micro_batch_tokens": 200}, "over 2 context ranks; use at least 256"),
     ({"seed": -1}, "'seed' is -1"),
     ({"seed": 2**63}, "'seed' is 9223372036854775808"),
@@ -80,6 +83,10 @@ def test_micro_batches_divide_the_rows_of_a_rank_evenly():
     assert recipe(batch_tokens=512 * 12).micro_batches(512, 4) == 1
     with pytest.raises(ConfigError, match=r"12 rows of 512 tokens, which 5 ranks cannot share; use a multiple of 2560"):
         parts.micro_batches(512, 5)
+    staged = recipe(batch_tokens=512 * 6, mesh=Axes(pipeline=4))
+    assert staged.micro_batches(512, 1) == 6
+    with pytest.raises(ConfigError, match=r"has 3 rows of 512 tokens for a pipeline of 4 stages on 4 ranks.* use batch_tokens = 4096"):
+        staged.micro_batches(512, 2)
 
 
 def test_a_written_recipe_reads_back_equal(tmp_path):

@@ -4,10 +4,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnomon.errors import ConfigError
+from gnomon.parallel.expert import Routes
 from gnomon.parallel.expert_plan import ExpertPlan, plan_experts
 
 
@@ -55,6 +57,10 @@ def test_each_token_has_a_place_of_its_own(counts: np.ndarray, seed: int) -> Non
     for source, row in enumerate(counts):
         expert = random.permutation(np.repeat(np.arange(len(row)), row))
         rank, slot = plan.destinations(source, expert)
+        assert np.bincount(rank, minlength=plan.ranks).tolist() == plan.sends(source)
+        routes = Routes.of(plan, source, torch.from_numpy(expert.astype(np.int64)))
+        assert routes.order.tolist() == np.lexsort((slot, rank)).tolist()
+        assert (routes.position[routes.order] == torch.arange(len(rank))).all()
         for where in range(plan.ranks):
             listed, bounds = plan.segments(where)
             mine = rank == where

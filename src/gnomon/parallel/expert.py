@@ -53,7 +53,7 @@ class Dispatch:
     def __call__(self, experts: RoutedExperts, z: Float[Tensor, "N L"], ids: Int[Tensor, "N k"], weights: Float[Tensor, "N k"]) -> Tensor:
         """The combined latent of this rank's tokens. Every rank of the group must call, also one without tokens."""
         plan = self.plan = self.planner(self._counts(ids))
-        routes = Routes.of(plan, self.rank, ids.flatten().cpu().numpy(), z.device)
+        routes = Routes.of(plan, self.rank, ids.flatten())
         tokens = routes.order // max(1, ids.shape[1])
         arrived = self._exchange(z[tokens], routes.sends, routes.receives, "tokens")
         stacks = self._stacks(experts, plan, z.dtype)
@@ -65,13 +65,15 @@ class Dispatch:
         return (weights.to(dtype).unsqueeze(-1) * by_choice.to(dtype)).sum(1).to(z.dtype)
 
     def _counts(self, ids: Tensor) -> np.ndarray:
-        """Tokens of every rank for every expert [R, E]."""
-        mine = torch.bincount(ids.flatten(), minlength=self.experts)
-        if len(mine) > self.experts:
-            raise ConfigError(f"'ids' names expert {len(mine) - 1} of {self.experts}")
+        """Tokens of every rank for every expert [R, E]. The one thing that a layer reads back: collectives want sizes from the host."""
+        places = ids.flatten().clamp(max=self.experts)  # one more place, for what is no expert
+        mine = torch.zeros(self.experts + 1, dtype=torch.int64, device=ids.device).scatter_add_(0, places, torch.ones_like(places))
         every = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(every, mine, group=self.group)
-        return torch.stack(every).cpu().numpy()
+        counts = torch.stack(every).cpu().numpy()
+        if counts[:, -1].any():
+            raise ConfigError(f"'ids' names experts beyond the {self.experts} that there are")
+        return np.ascontiguousarray(counts[:, :-1])
 
     def _stacks(self, experts: RoutedExperts, plan: ExpertPlan, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The weights that this rank works with: its own, then the copies that the plan gives it, in the order of the plan's segments."""
@@ -112,20 +114,27 @@ class Routes:
     expert: Tensor
 
     @classmethod
-    def of(cls, plan: ExpertPlan, rank: int, expert: np.ndarray, device: torch.device) -> Routes:
-        """The routes of a rank whose pairs go to these experts."""
-        to, slot = plan.destinations(rank, expert)
-        order = np.lexsort((slot, to))
-        position = np.empty_like(order)
-        position[order] = np.arange(len(order))
+    def of(cls, plan: ExpertPlan, rank: int, expert: Int[Tensor, "n"]) -> Routes:
+        """The routes of a rank whose pairs go to these experts, which are not read back: `ExpertPlan.destinations` on their device."""
+        device, pairs = expert.device, torch.arange(len(expert), device=expert.device)
+        first, last, base, offset = (torch.from_numpy(values).to(device) for values in (
+            plan.first, plan.first + plan.assigned, plan.bases() - plan.first, plan.offset[rank]))
+        by_expert = torch.argsort(expert, stable=True)
+        in_order = expert[by_expert]
+        number = torch.empty_like(expert)
+        number[by_expert] = pairs - torch.searchsorted(in_order, in_order) + offset[in_order]
+        to = ((number >= first[:, expert]) & (number < last[:, expert])).int().argmax(0)
+        order = torch.argsort(to * (int(plan.capacity.max()) + 1) + base[to, expert] + number)
+        position = torch.empty_like(order)
+        position[order] = pairs
         listed, bounds = plan.segments(rank)
         filled = [_slots_from(plan, source, rank, listed, bounds) for source in range(plan.ranks)]
         origin = np.concatenate(filled)
         place = np.empty_like(origin)
         place[origin] = np.arange(len(origin))
         stacked = np.repeat(np.arange(len(listed)), np.diff(bounds))
-        tensors = {"order": order, "position": position, "place": place, "origin": origin, "expert": stacked}
-        return cls(sends=np.bincount(to, minlength=plan.ranks).tolist(), receives=[len(rows) for rows in filled],
+        tensors = {"place": place, "origin": origin, "expert": stacked}
+        return cls(order=order, position=position, sends=plan.sends(rank), receives=[len(rows) for rows in filled],
                    **{name: torch.from_numpy(values.astype(np.int64)).to(device) for name, values in tensors.items()})
 
 

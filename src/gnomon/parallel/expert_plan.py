@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,9 +71,15 @@ class ExpertPlan:
         last = self.first + self.assigned  # [R, E]
         inside = (number >= self.first[:, expert]) & (number < last[:, expert])  # [R, N]
         rank = inside.argmax(0)
-        return rank, self._bases()[rank, expert] + number - self.first[rank, expert]
+        return rank, self.bases()[rank, expert] + number - self.first[rank, expert]
 
-    def _bases(self) -> np.ndarray:
+    def sends(self, source: int) -> list[int]:
+        """How many of a source rank's tokens go to each rank."""
+        start = np.maximum(self.offset[source], self.first)
+        stop = np.minimum(self.offset[source] + self.counts[source], self.first + self.assigned)
+        return np.maximum(stop - start, 0).sum(1).tolist()
+
+    def bases(self) -> np.ndarray:
         """Row at which each expert's tokens begin in each rank's buffer [R, E]; meaningless where there are none."""
         bases = np.zeros_like(self.assigned)
         for rank in range(self.ranks):
@@ -102,12 +109,18 @@ def plan_experts(counts: np.ndarray) -> ExpertPlan:
     whole, rest = divmod(int(totals.sum()), ranks)
     capacity = whole + (np.arange(ranks) < rest)
     quotas = _matched((totals.reshape(ranks, each).sum(1) - capacity).tolist())
-    assigned = np.zeros((ranks, experts), np.int64)
+    counted = np.int32 if totals.sum() < 2**31 else np.int64  # memory is most of what a plan costs
+    assigned = np.zeros((ranks, experts), counted)
     expert = np.arange(experts)
     assigned[expert // each, expert] = totals
-    for home, wanted in quotas.items():
-        _move(assigned, home, slice(home * each, (home + 1) * each), wanted)
-    return ExpertPlan(counts=counts, assigned=assigned, first=_first(assigned, totals, each), offset=_offset(counts), capacity=capacity)
+    loads = totals.tolist()
+    moves = [move for home, wanted in quotas.items() for move in _moves(loads, range(home * each, (home + 1) * each), wanted)]
+    if moves:  # each rank takes an expert over at most once
+        ranks_to, experts_of, tokens = np.array(moves, np.int64).T
+        assigned[ranks_to, experts_of] = tokens
+        assigned[expert // each, expert] -= np.bincount(experts_of, tokens, experts).astype(counted)
+    return ExpertPlan(counts=counts, assigned=assigned, first=_first(assigned, totals, each),
+                      offset=_offset(counts, counted), capacity=capacity)
 
 
 def _matched(balance: list[int]) -> dict[int, list[tuple[int, int]]]:
@@ -132,22 +145,25 @@ def _matched(balance: list[int]) -> dict[int, list[tuple[int, int]]]:
     return quotas
 
 
-def _move(assigned: np.ndarray, home: int, own: slice, wanted: list[tuple[int, int]]) -> None:
-    """Give tokens of a home's experts away: the largest wish first, always of the expert that has most left, so that copies are few."""
-    left = [(-int(tokens), expert) for expert, tokens in enumerate(assigned[home, own]) if tokens]
+def _moves(loads: list[int], own: range, wanted: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Who takes how many tokens of a home's experts, as (rank, expert, tokens): the largest wish first, always of the expert that has
+    most left, so that copies are few.
+    """
+    left = [(-loads[expert], expert) for expert in own if loads[expert]]
     wishes = [(-tokens, rank) for tokens, rank in wanted]
     heapq.heapify(left)
     heapq.heapify(wishes)
+    moves = []
     while wishes:
         wish, rank = heapq.heappop(wishes)
         tokens, expert = heapq.heappop(left)
         moved = min(-wish, -tokens)
-        assigned[home, own.start + expert] -= moved
-        assigned[rank, own.start + expert] += moved
+        moves.append((rank, expert, moved))
         if moved < -wish:
             heapq.heappush(wishes, (wish + moved, rank))
         if moved < -tokens:
             heapq.heappush(left, (tokens + moved, expert))
+    return moves
 
 
 def _first(assigned: np.ndarray, totals: np.ndarray, each: int) -> np.ndarray:
@@ -155,7 +171,7 @@ def _first(assigned: np.ndarray, totals: np.ndarray, each: int) -> np.ndarray:
 
     Only few experts are worked on away from home, and the others have nothing to number.
     """
-    first, expert = np.zeros(assigned.shape, np.int64), np.arange(assigned.shape[1])
+    first, expert = np.zeros_like(assigned), np.arange(assigned.shape[1])
     shared = np.flatnonzero(assigned[expert // each, expert] != totals)
     home = shared // each, np.arange(len(shared))
     away = assigned[:, shared]
@@ -167,11 +183,11 @@ def _first(assigned: np.ndarray, totals: np.ndarray, each: int) -> np.ndarray:
     return first
 
 
-def _offset(counts: np.ndarray) -> np.ndarray:
+def _offset(counts: np.ndarray, counted: Any = np.int64) -> np.ndarray:
     """Number of the first token of each expert from each source rank."""
-    offset = np.zeros(counts.shape, np.int64)
+    offset = np.zeros(counts.shape, counted)
     for source in range(1, len(counts)):  # row by row, as memory lies; a cumulative sum would go down each column
-        np.add(offset[source - 1], counts[source - 1], out=offset[source])
+        np.add(offset[source - 1], counts[source - 1], out=offset[source], casting="unsafe")
     return offset
 
 
