@@ -164,7 +164,7 @@ def schemes(domain: int) -> dict[str, dict[str, Any]]:
 def plot(curves: dict[str, list[dict[str, float]]], documents: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Both families of curves beside each other."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = canvas(11.0, 4.2)
+        figure, axes = canvas(11.0, 5.0)
         axes.remove()
         left, right = figure.subplots(1, 2)
         for name, rows in curves.items():
@@ -179,7 +179,7 @@ def plot(curves: dict[str, list[dict[str, float]]], documents: dict[str, list[di
         for side in (left, right):
             side.set_xscale("log", base=2)
             side.set_ylim(0, 1)
-            side.legend(fontsize=7)
+            side.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         path.write_text(svg(figure, "scale").replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n", encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ from gnomon.model.config import ModelConfig, preset
 from gnomon.model.transformer import Transformer
 from gnomon.parallel.context import Cut, spread, stretches
 
-LONG = 96
+LONG = 60
 
 
 def small() -> ModelConfig:
@@ -68,9 +68,9 @@ def compare(cut: Cut, dtype: torch.dtype) -> dict[str, float]:
 
 
 def every_cut(ranks: int) -> Iterator[Case]:
-    """All cuts, in both precisions."""
+    """All cuts in fp64; two of them in fp32 as well."""
     for name, cut in cases(ranks).items():
-        for dtype in (torch.float64, torch.float32):
+        for dtype in (torch.float64, torch.float32) if name in ("one document", "documents that cross") else (torch.float64,):
             yield f"{name}, {dtype}", partial(compare, cut, dtype)
 
 
