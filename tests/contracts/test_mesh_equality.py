@@ -20,12 +20,12 @@ def check(found: dict[str, Any]) -> None:
 
 def test_a_step_on_any_pair_of_axes_is_that_of_one_rank(on_ranks: Callable[..., list[Any]]) -> None:
     found = on_ranks("mesh_ranks.py", 4)[0]
-    assert len(found) == 6
+    assert len(found) == 7
     check(found)
 
 
 @pytest.mark.slow
 def test_a_step_on_any_mesh_is_that_of_one_rank_in_either_precision(on_ranks: Callable[..., list[Any]]) -> None:
     found = on_ranks("mesh_ranks.py", 4, "all")[0]
-    assert len(found) == 26
+    assert len(found) == 36
     check(found)
