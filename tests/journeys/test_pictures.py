@@ -96,6 +96,8 @@ def test_the_export_sees_the_same(trained, tmp_path, capsys) -> None:
     pad = tokenizer.special_ids["<|media_pad|>"]
     assert table["media_placeholder_token_id"] == pad
     assert table["vision_config"]["vt_hidden_size"] == 32
+    said = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())["media_proc_cfg"]
+    assert (said["patch_size"], said["merge_kernel_size"], said["in_patch_limit"]) == (14, 2, 65_536)
     ours, _ = load_seeing(trained.run)
     theirs = load_multimodal(tmp_path / "out")
     with join("cpu") as mesh:

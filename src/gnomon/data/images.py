@@ -65,6 +65,14 @@ class ImageLimits:
         return rows * columns // self.merge_size**2
 
 
+    def preprocessor_config(self) -> dict[str, dict[str, object]]:
+        """What `preprocessor_config.json` beside a released checkpoint says of all this."""
+        return {"media_proc_cfg": {
+            "in_patch_limit": self.in_patch_limit, "patch_size": self.patch_size, "merge_kernel_size": self.merge_size,
+            "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "patch_limit_on_one_side": self.patch_limit_on_one_side,
+            "in_patch_limit_each_frame": self.in_patch_limit_each_frame, "fixed_output_tokens": None, "temporal_merge_kernel_size": FRAMES}}
+
+
 RELEASED = ImageLimits()
 """The limits of the released model."""
 

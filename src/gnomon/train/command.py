@@ -4,6 +4,7 @@ Read next: `loop.py`.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def export(parsed: argparse.Namespace) -> None:
     """Write a run's model in the released layout."""
     import torch
 
+    from gnomon.data.images import ImageLimits
     from gnomon.model.multimodal import save_multimodal
     from gnomon.model.runs import load_seeing
     from gnomon.model.weights import save_pretrained
@@ -78,5 +80,8 @@ def export(parsed: argparse.Namespace) -> None:
         save_pretrained(model, parsed.out, quantize=not parsed.plain, dtype=dtype, tokenizer=tokenizer)
     else:
         save_multimodal(load_seeing(parsed.run)[0], parsed.out, quantize=not parsed.plain, dtype=dtype, tokenizer=tokenizer)
+        vision = model.config.vision
+        limits = ImageLimits(patch_size=vision.patch_size, merge_size=vision.merge_size)
+        (parsed.out / "preprocessor_config.json").write_text(json.dumps(limits.preprocessor_config(), indent=2) + "\n")
     rounded = not parsed.plain and model.config.family == "kimi_k3" and model.config.moe is not None
     sys.stdout.write(f"wrote {parsed.out}" + (": routed experts rounded to MXFP4 (--plain keeps them as trained)\n" if rounded else "\n"))
