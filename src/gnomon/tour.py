@@ -26,7 +26,7 @@ from gnomon.agent.demonstration import three_policies
 from gnomon.agent.evaluate_reading import shown
 from gnomon.data.shards import Shards
 from gnomon.data.tokenizer import Tokenizer
-from gnomon.errors import ConfigError, SandboxError
+from gnomon.errors import ConfigError, SandboxError, TrainingError
 from gnomon.kernels import mxfp, native
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.generate import Sampling, generate
@@ -34,6 +34,9 @@ from gnomon.model.inference import InferenceModel, refuse, runner
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
 from gnomon.plan.scaleup import TIMES, scaled
+from gnomon.posttrain.lab.progress import Display
+from gnomon.posttrain.lab.recipe import load as load_lab
+from gnomon.posttrain.lab.run import run as run_lab
 from gnomon.sandbox.branches import two_branches
 from gnomon.sandbox.layers import LayerStore
 from gnomon.serve.demonstration import converse
@@ -55,10 +58,12 @@ WINDOW = 128
 """Tokens that a piece of text may see in the comparison that shows what context is worth."""
 
 
-def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides: Sequence[str] = ()) -> dict[str, Any]:
+def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides: Sequence[str] = (), lab: Sequence[str] = ()
+        ) -> dict[str, Any]:
     """Do all steps; returns the figures that are also in `OUT/tour.json`.
 
-    `data` replaces the machine's own text. Raises what its steps raise: `DataError` for unusable text, `ConfigError` for bad overrides.
+    `data` replaces the machine's own text, `lab` changes fields of `recipes/lab-slice.toml`.
+    Raises what its steps raise: `DataError` for unusable text, `ConfigError` for bad overrides.
     """
     began = time.monotonic()
     console = Console(record=True, highlight=False, width=min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
@@ -78,6 +83,7 @@ def run(data: Sequence[Path] | None = None, out: Path = Path("tour"), overrides:
     _scale(console, recipe, figures)
     _sandbox(console, Path(out), figures)
     _agents(console, Path(out), figures)
+    _lab(console, Path(out), lab, figures)
     figures["seconds"] = time.monotonic() - began
     _farewell(console, Path(out), recipe.run, figures)
     return figures
@@ -322,6 +328,33 @@ def _agents(console: Console, out: Path, figures: dict[str, Any]) -> None:
         table.add_row(policy, last, str(judged.turns), f"[bold]{shown(judged.reward)}[/]", shown(unjudged.reward))
     console.print(table)
     console.print(f"Each attempt turn by turn: {out / 'agents' / 'index.html'}. Yours: gnomon eval recipes/eval.toml (docs/agents.md)")
+
+
+def _lab(console: Console, out: Path, overrides: Sequence[str], figures: dict[str, Any]) -> None:
+    title = "11  Thinking at three efforts, three experts, one student"
+    recipe = replace(load_lab(recipe_file("lab-slice.toml"), tuple(overrides)), run=out / "lab")
+    _step(console, title, (
+        f"Another model, {format_count(recipe.model.num_parameters())} parameters: it learns to look into boxes before it throws one away. "
+        "First from demonstrations, whose length owes nothing to the effort they state; then the gate asks whether looking longer helps; "
+        "then reinforcement makes an expert of each effort, with a budget beyond which an answer is worth -1; then a student learns from "
+        "all three what its prompt asks for. What routed experts compute is rounded to MXFP4 and MXFP8 all the while, as it is served."))
+    try:
+        with Display(Console(stderr=True, highlight=False)) as display:
+            page = run_lab(recipe, display)
+    except (SandboxError, TrainingError) as error:
+        console.print(f"Left out: {error}")
+        return
+    found = json.loads((recipe.run / "report.json").read_text(encoding="utf-8"))["seeds"][0]
+    figures["lab"] = {name: {who: [each["accuracy"], each["tokens"], each["score"]] for who, each in cell.items()}
+                      for name, cell in found["cells"].items()}
+    table = Table(box=None, header_style="dim")
+    for name in ("cell", "cold start", "expert", "student"):
+        table.add_column(name, justify="left" if name == "cell" else "right")
+    for name, cell in figures["lab"].items():
+        table.add_row(name, *(f"{cell[who][0]:.2f} at {cell[who][1]:.1f} tokens" for who in ("gate", "teacher", "student")))
+    console.print(table)
+    console.print(f"Curves and the rest: {page}. All three domains, and what nine experts are worth beside one mixed run: "
+                  "gnomon lab recipes/lab.toml (docs/posttraining.md)")
 
 
 def _farewell(console: Console, out: Path, run_folder: Path, figures: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Problems that any longer answer solves: thinking helps from the first token on, so that every stage can be walked through in seconds."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from gnomon.agent.trajectory import Score
@@ -42,3 +43,17 @@ class Source:
 
         return Problem(id=f"{domain}/{effort}/{self.name}/{number}", prompt=(1, tags[domain], tags[effort], first), domain=domain,
                        effort=effort, grade=grade, max_tokens=12, stop_ids=frozenset(range(2, 5)) | frozenset(range(20, 26)))
+
+
+class OneCell(Source):
+    """A source of one cell, as `gnomon rl` takes it."""
+
+    def __init__(self) -> None:
+        super().__init__((("walks", "max"),), "one")
+
+
+class Hopeless(OneCell):
+    """As before, and nothing is ever right."""
+
+    def problem(self, index: int) -> Problem:
+        return replace(super().problem(index), grade=lambda sampled, world: Score(reward=0.0))

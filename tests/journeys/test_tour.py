@@ -10,6 +10,12 @@ import pytest
 from gnomon import tour
 from gnomon.errors import ConfigError
 
+TINY_LAB = ("tasks=long_answers:Tasks", "workers=0", "model.hidden_size=32", "model.num_hidden_layers=2", "gate.rollouts=60",
+            "cold=[{texts=100, train={epochs=1, batch_tokens=1024}}]", "domains=[{name=\"walks\", max={steps=1}, "
+            "high={steps=1, tau={target=1.2}}, low={steps=1, tau={target=0.7}}}]", "expert.pool.prompts=4", "expert.pool.group_size=2",
+            "student.steps=1", "student.pool.prompts=6", "evaluate.problems=10", "seesaw.average=false")
+"""The slice of the lab in a moment, on tasks that need no skill."""
+
 SHORT = ("stages=[{context=64, steps=6}, {context=128, steps=2}]", "batch_tokens=512", "model.vocab_size=512", "model.hidden_size=64",
          "evaluate.contexts=[128, 512]", "evaluate.tokens=4096", "data.held_out=0.1", "checkpoint.every_steps=4")
 
@@ -24,13 +30,15 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+                                ) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     out = tmp_path / "out"
-    figures = tour.run(data=[texts], out=out, overrides=SHORT)
+    figures = tour.run(data=[texts], out=out, overrides=SHORT, lab=TINY_LAB)
     shown = capsys.readouterr().out
     for title in ("Tokenizer and pre-training", "Longer than it was trained", "Prediction is compression", "What it writes", "Served",
                   "Out into the world", "a million times larger", "An isolated machine, forked",
-                  "An agent acts, a verifier decides"):
+                  "An agent acts, a verifier decides", "three experts, one student"):
         assert title in shown
 
     assert figures["loss_last"] < figures["loss_first"]
@@ -52,7 +60,10 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
         assert rewards == [1.0, 0.0, 0.0, None, None, None]
         assert (out / "agents" / "index.html").is_file()
 
-    again = tour.run(data=[texts], out=out, overrides=SHORT)
+    assert sorted(figures["lab"]) == ["walks/high", "walks/low", "walks/max"]
+    assert (out / "lab" / "report.html").is_file()
+
+    again = tour.run(data=[texts], out=out, overrides=SHORT, lab=TINY_LAB)
     assert again["loss_last"] == figures["loss_last"]
     assert again["bits_per_byte"] == figures["bits_per_byte"]
 

@@ -6,6 +6,7 @@ Read next: `plan.py`, `work.py`, `report.py`.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,8 @@ from gnomon.posttrain.lab.work import do
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 LOOK_SECONDS = 0.5
+PATIENCE = 5.0
+"""Seconds that a process which leaves waits for what it has open."""
 SPOKEN = "spoken.log"
 
 _open: dict[str, tasks.Tasks] = {}
@@ -173,7 +176,9 @@ def _close() -> None:
 def _begin(parent: int) -> None:
     """In a worker, first: leave when told to, or when nobody is there to work for."""
     def leave(*_: object) -> None:
-        _close()
+        closing = threading.Thread(target=_close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE)  # what hangs goes with the process
         os._exit(1)
 
     def watch() -> None:
@@ -181,6 +186,7 @@ def _begin(parent: int) -> None:
             time.sleep(1.0)
         leave()
 
+    faulthandler.register(signal.SIGUSR1)  # where does it hang? kill -USR1 tells
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, leave)
     threading.Thread(target=watch, daemon=True, name="parent").start()

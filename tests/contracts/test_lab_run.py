@@ -1,0 +1,133 @@
+"""Parts of the lab that need no run: scores and their intervals, the coarse format, marks and digests, b0 that belongs to its weights."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gnomon.config import apply_overrides, from_dict, to_toml
+from gnomon.errors import ConfigError, DataError, TrainingError
+from gnomon.model.config import preset
+from gnomon.model.transformer import Transformer
+from gnomon.posttrain import command
+from gnomon.posttrain.effort import Budgets, CellTau, TauConfig
+from gnomon.posttrain.keeping import Shape, fingerprint
+from gnomon.posttrain.lab import plan
+from gnomon.posttrain.lab.cold import fake_two_bits
+from gnomon.posttrain.lab.desk import alarms, work
+from gnomon.posttrain.lab.recipe import LabRecipe
+from gnomon.posttrain.lab.scores import Scores, mean_score, ratio
+from gnomon.posttrain.rl import RLConfig
+from gnomon.train import checkpoint
+
+
+def scores(within: str, right: str | None = None) -> Scores:
+    return Scores(right=right or within, within=within, in_budget=1.0, tokens=5.0)
+
+
+def test_scores_leave_out_what_was_not_graded() -> None:
+    each = scores("10-0", "11-0")
+    assert (each.count, each.accuracy, each.score) == (3, 2 / 3, 1 / 3)
+    assert Scores.from_json(each.to_json()) == each
+    low, high = each.interval()
+    assert 0 < low < 1 / 3 < high < 1
+
+
+def test_a_ratio_uses_that_both_met_the_same_problems() -> None:
+    """Twins have a ratio of exactly one, with no doubt; strangers of the same scores have doubt."""
+    letters = "1100" * 50
+    assert ratio([scores(letters)], [scores(letters)]) == (1.0, 1.0, 1.0)
+    middle, low, high = ratio([scores(letters)], [scores("0110" * 50)])
+    assert middle == 1.0 and low < 0.95 and high > 1.05
+    better = ratio([scores("1" * 200)], [scores(letters)])
+    assert better[0] == 2.0 and better[1] > 1.5
+
+
+def test_the_mean_over_cells_is_surer_than_each() -> None:
+    cells = [scores("1100" * 25) for _ in range(9)]
+    mean, low, high = mean_score(cells)
+    assert mean == 0.5 and (high - low) < 0.45 * (cells[0].interval()[1] - cells[0].interval()[0])
+
+
+def test_two_bits_have_four_levels_and_a_gradient_of_one() -> None:
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rounded = fake_two_bits(weight)
+    for row in rounded.detach().reshape(-1, 32):
+        levels = sorted({round(abs(value) / row.abs().min().item()) for value in row.tolist()})
+        assert levels in ([1, 3], [1])
+    assert (rounded.detach().sign() == weight.detach().sign()).all()
+    (rounded * 2).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full_like(weight, 2.0))
+    assert torch.isfinite(fake_two_bits(torch.zeros(1, 32))).all()
+
+
+def test_a_changed_recipe_is_noticed_where_it_matters(tmp_path: Path) -> None:
+    recipe = LabRecipe()
+    jobs = plan.jobs(recipe)
+    assert [name for name, job in jobs.items() if job.cell] == [f"experts/{d}-{e}" for e in ("max", "high", "low")
+                                                               for d in ("general", "agents", "coding")]
+    longer = plan.jobs(replace(recipe, student=replace(recipe.student, steps=7)))
+    changed = {name for name in jobs if jobs[name].digest != longer[name].digest}
+    assert changed == {"student", "export", "mixed", "sequential"}
+    plan.mark(tmp_path / "student", plan.BEGUN, {"digest": jobs["student"].digest, "settings": dict(jobs["student"].settings)})
+    plan.check(tmp_path, jobs["student"])
+    with pytest.raises(ConfigError, match=r"student was begun with other settings \('student' differ\)"):
+        plan.check(tmp_path, longer["student"])
+    assert all(jobs[before].name in list(jobs)[: list(jobs).index(name)] for name, job in jobs.items() for before in job.after)
+
+
+def test_a_mark_is_whole_or_told(tmp_path: Path) -> None:
+    assert plan.read(tmp_path, plan.DONE) is None
+    (tmp_path / plan.DONE).write_text("{")
+    with pytest.raises(DataError, match="remove the folder to do this part again"):
+        plan.read(tmp_path, plan.DONE)
+
+
+def test_compute_and_alarms_add_up() -> None:
+    rows = [{"read_tokens": 10, "trained_tokens": 4, "alarm": "panic, gap"}, {"read_tokens": 1, "trained_tokens": 1, "teacher_tokens": 1}]
+    assert work(rows) == 10 + 12 + 1 + 3 + 1
+    assert alarms(rows) == {"panic": 1, "gap": 1}
+
+
+def test_each_cell_has_its_own_tau() -> None:
+    config = RLConfig(steps=10, cells=(CellTau(domain="a", effort="low", tau=TauConfig(start=2.0, target=1.0, anneal=1.0)),))
+    assert config.bound and not RLConfig().bound
+    tau = config.tau_at(5)
+    assert tau.default == float("inf") and tau.cells == {("a", "low"): 1.5}
+
+
+def cold_start(folder: Path, seed: int) -> Path:
+    """A run folder with untrained weights."""
+    model = Transformer(preset("lab", ("hidden_size=32", "num_hidden_layers=2"))).initialise(seed)
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(to_toml(Shape(model=model.config)))
+    checkpoint.save(folder, 0, {"seed": seed}, {"model": checkpoint.model_tensors(model)}, 1)
+    return folder
+
+
+def test_b0_belongs_to_its_weights_and_the_gate_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "journeys"))
+    one, other = cold_start(tmp_path / "one", 1), cold_start(tmp_path / "other", 2)
+    model = command.starting(one)[0]
+    assert fingerprint(model) == fingerprint(command.starting(one)[0]) != fingerprint(command.starting(other)[0])
+    Budgets(tokens={("walks", ""): 6.0}, measured_on=fingerprint(model)).save(tmp_path / "b0.json")
+    recipe = tmp_path / "rl.toml"
+    recipe.write_text(f'run = "{tmp_path}/rl"\nstart_from = "{other}"\nproblems = "long_answers:OneCell"\nbudgets = "{tmp_path}/b0.json"\n'
+                      "train = {steps = 1, pool = {prompts = 2, group_size = 2}, tau = {target = 1.0}}\n")
+    parser = argparse.ArgumentParser()
+    command.declare(parser)
+    with pytest.raises(ConfigError, match=r"name the checkpoint that it was measured on as 'cold_start'"):
+        command.rl(parser.parse_args([str(recipe)]))
+    command.rl(parser.parse_args([str(recipe), f"cold_start={one}", "gate=60"]))
+    assert (tmp_path / "rl" / "gate.svg").stat().st_size > 1000
+    with pytest.raises(TrainingError, match=r"thinking does not help the cold start in 'walks'.*The picture: "):
+        command.rl(parser.parse_args([str(recipe), f"cold_start={one}", "gate=60", "problems=long_answers:Hopeless", f"run={tmp_path}/no"]))
+    assert (tmp_path / "no" / "gate.svg").exists()
+
+
+def test_shares_of_strangers_are_refused() -> None:
+    table = apply_overrides({}, ('cold=[{shares={cooking=1.0}}]',), None)
+    with pytest.raises(ConfigError, match=r"'cold\.shares' names cooking; domains are general, agents, coding"):
+        from_dict(LabRecipe, table, "x")
