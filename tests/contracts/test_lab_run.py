@@ -31,6 +31,8 @@ def test_scores_leave_out_what_was_not_graded() -> None:
     each = scores("10-0", "11-0")
     assert (each.count, each.accuracy, each.score) == (3, 2 / 3, 1 / 3)
     assert Scores.from_json(each.to_json()) == each
+    assert Scores.of_multiples(right="110-", multiples=[0.5, 1.5, 0.1, 0.2], tokens=5.0, tau=1.0) == Scores(
+        right="110-", within="100-", in_budget=0.75, tokens=5.0)
     low, high = each.interval()
     assert 0 < low < 1 / 3 < high < 1
 
@@ -71,6 +73,10 @@ def test_a_changed_recipe_is_noticed_where_it_matters(tmp_path: Path) -> None:
     longer = plan.jobs(replace(recipe, student=replace(recipe.student, steps=7)))
     changed = {name for name in jobs if jobs[name].digest != longer[name].digest}
     assert changed == {"student", "export", "mixed", "sequential"}
+    general = recipe.domains[0]
+    tighter = replace(general, low=replace(general.low, tau=TauConfig(start=2.0, target=0.5)))
+    other = plan.jobs(replace(recipe, domains=(tighter, *recipe.domains[1:])))
+    assert [n for n, job in jobs.items() if job.stage in ("gate", "experts") and other[n].digest != job.digest] == ["experts/general-low"]
     plan.mark(tmp_path / "student", plan.BEGUN, {"digest": jobs["student"].digest, "settings": dict(jobs["student"].settings)})
     plan.check(tmp_path, jobs["student"])
     with pytest.raises(ConfigError, match=r"student was begun with other settings \('student' differ\)"):

@@ -85,8 +85,17 @@ def gate(desk: Desk) -> dict[str, Any]:
     budgets = effort.measure(rollouts, fingerprint(model))
     budgets.save(desk.folder / "budgets.json")
     return {"shut": shut, "gates": [_told(each) for each in found], "budgets": {"/".join(k): v for k, v in sorted(budgets.tokens.items())},
-            "measured_on": budgets.measured_on,
-            "cells": scores.evaluated(recipe, model, desk.tasks, recipe.cells, budgets, seed=desk.seed)}
+            "measured_on": budgets.measured_on, "cold": _cold(desk, model, budgets)}
+
+
+def _cold(desk: Desk, model: Transformer, budgets: effort.Budgets) -> dict[str, Any]:
+    """What the cold start does in every cell: right or not, and tokens as a multiple of b0, so that any tau can be asked for later."""
+    recipe = desk.recipe
+    rollouts = scores.answers(recipe.expert.sampling, recipe.expert.sampling.sampler(model, 0), desk.tasks, recipe.cells,
+                              seed=desk.seed, split="test", each=recipe.evaluate.problems)
+    found = scores.scored(rollouts, None, {})
+    return {"/".join(cell): {"right": each.right, "tokens": each.tokens, "multiples": [
+        round(r.spent / budgets.of(r), 6) for r in rollouts if r.problem.cell == cell]} for cell, each in found.items()}
 
 
 def _told(found: gates.Gate) -> dict[str, Any]:

@@ -48,8 +48,10 @@ class Findings:
             name = "student" if self.recipe.taught_by(cell) else f"experts/{cell[0]}-{cell[1]}"
             found = self.done.get(name, {}).get("taught" if name == "student" else "cells", {})
         else:
-            found = self.done.get(name, {}).get("cells", {})
-        return Scores.from_json(found[key]) if key in found else None
+            found = self.done.get(name, {}).get("cold" if name == "gate" else "cells", {})
+        if key not in found:
+            return None
+        return Scores.of_multiples(**found[key], tau=self.recipe.tau(cell)) if name == "gate" else Scores.from_json(found[key])
 
     def over_cells(self, name: str) -> list[Scores]:
         """In all open cells; empty while one is missing."""

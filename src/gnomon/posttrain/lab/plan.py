@@ -54,8 +54,7 @@ def jobs(recipe: LabRecipe) -> dict[str, Job]:
         add(f"cold/{phase + 1}", "cold start", last, settings, phase=phase)
         last = (f"cold/{phase + 1}",)
     names = [each.name for each in recipe.domains]
-    add("gate", "gate", last, {"gate": recipe.gate, "domains": names, "evaluate": recipe.evaluate,
-                               "taus": [recipe.tau(cell) for cell in recipe.cells], "sampling": recipe.expert.sampling})
+    add("gate", "gate", last, {"gate": recipe.gate, "domains": names, "evaluate": recipe.evaluate, "sampling": recipe.expert.sampling})
     _experts(recipe, add)
     experts = tuple(_expert(cell) for cell in recipe.cells if recipe.taught_by(cell) is None)
     add("student", "student", experts or ("gate",), {"student": recipe.student, "teachers": recipe.teachers},

@@ -144,6 +144,8 @@ class Display:
 
 def _outcome(found: Mapping[str, Any]) -> str:
     cells = found.get("cells")
+    if "shut" in found:
+        return f": shut for {', '.join(found['shut'])}" if found["shut"] else ": open"
     if found.get("refused"):
         return ": its domain is left out"
     if not cells:

@@ -67,6 +67,13 @@ class Scores:
         """What `to_json` wrote."""
         return cls(**{name: record[name] for name in ("right", "within", "in_budget", "tokens")})
 
+    @classmethod
+    def of_multiples(cls, *, right: str, multiples: Sequence[float], tokens: float, tau: float) -> Self:
+        """From what took so many times b0."""
+        kept = [each <= tau for each in multiples]
+        within = "".join(letter if letter == "-" or inside else "0" for letter, inside in zip(right, kept, strict=True))
+        return cls(right=right, within=within, in_budget=sum(kept) / len(kept), tokens=tokens)
+
 
 def answers(sampling: SamplingConfig, sampler: Sampler, tasks: Tasks, cells: Cells, *, seed: int, split: Split, each: int
             ) -> list[Rollout]:
