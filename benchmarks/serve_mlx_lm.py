@@ -86,7 +86,8 @@ def main() -> None:
         values = {name: [rate[index] for rate in all_] for name, all_ in rates.items()}
         medians = {name: statistics.median(all_) for name, all_ in values.items()}
         result[kind] = {**medians, "ratio": medians["gnomon"] / medians["mlx_lm"], "runs": values}
-        print(f"{kind:8} gnomon {medians['gnomon']:8.2f} tok/s, mlx-lm {medians['mlx_lm']:8.2f}, {result[kind]['ratio']:.1f} times", flush=True)
+        ratio = result[kind]["ratio"]
+        print(f"{kind:8} gnomon {medians['gnomon']:8.2f} tok/s, mlx-lm {medians['mlx_lm']:8.2f}, {ratio:.1f} times", flush=True)
     if asked.runs >= 5:
         save("serve_mlx_lm", {"threads": torch.get_num_threads(), "checkpoint": asked.checkpoint.name, "prompt": asked.prompt,
                               "steps": asked.steps, **result})
