@@ -36,7 +36,8 @@ def ask(model: Transformer, sources: Sequence[LongContext], context: int, sample
 
     Nothing where there is no source, or where the context is too short for its evidence. The model must be `frozen`.
     """
-    found, device = [], next(model.parameters()).device
+    found: list[Answered] = []
+    device = next(model.parameters()).device
     for source in sources:
         source.set_context(context)
         for index in range(samples):

@@ -219,12 +219,13 @@ def _advance(
     dt_bias: Tensor, lower_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One sequence: outputs before the norm [N, H, K], and its states after the rows."""
-    mixed, conv = short_conv(projected[None], conv_weight, conv)
+    mixed, history = short_conv(projected[None], conv_weight, conv)
+    assert history is not None  # asked for by default
     q, k, v = mixed.view(1, len(projected), 3, *raw_decay.shape[1:]).unbind(2)
     q, k = prepare(q, k)
     g = decay(raw_decay[None] + dt_bias.view(raw_decay.shape[1:]), A_log, lower_bound)
     o, matrix = recurrent(q, k, v, g, torch.sigmoid(_compute(raw_beta))[None], matrix)
-    return o[0], conv, matrix
+    return o[0], history, matrix
 
 
 def transition_by(
