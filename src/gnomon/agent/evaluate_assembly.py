@@ -57,8 +57,9 @@ async def entrants(recipe: EvalRecipe) -> AsyncIterator[Entrants]:
             _can_think(name, policy.opened(settings.kind, _table(name, settings, "http://127.0.0.1")), recipe.efforts)
     async with contextlib.AsyncExitStack() as stack:
         tasks, backend = await _tasks(recipe, stack)
-        for name in recipe.harnesses if backend is not None else ():
-            program.check_backend(name, backend.name)
+        if backend is not None:
+            for name in recipe.harnesses:
+                program.check_backend(name, backend.name)
         policies = {name: await _policy(name, settings, recipe.folder, stack) for name, settings in recipe.policies.items()}
         made_of: dict[str, Any] = {_label(name): _rests_on(name) for name in recipe.harnesses}
         made_of |= {name: to_dict(spec) for name, spec in kept.items()}
