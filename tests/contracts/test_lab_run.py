@@ -14,9 +14,10 @@ from gnomon.model.transformer import Transformer
 from gnomon.posttrain import command
 from gnomon.posttrain.effort import Budgets, CellTau, TauConfig
 from gnomon.posttrain.keeping import Shape, fingerprint
-from gnomon.posttrain.lab import plan
+from gnomon.posttrain.lab import plan, report
 from gnomon.posttrain.lab.cold import fake_two_bits
 from gnomon.posttrain.lab.desk import alarms, work
+from gnomon.posttrain.lab.findings import Findings
 from gnomon.posttrain.lab.recipe import LabRecipe
 from gnomon.posttrain.lab.scores import Scores, mean_score, ratio
 from gnomon.posttrain.rl import RLConfig
@@ -137,3 +138,39 @@ def test_shares_of_strangers_are_refused() -> None:
     table = apply_overrides({}, ('cold=[{shares={cooking=1.0}}]',), None)
     with pytest.raises(ConfigError, match=r"'cold\.shares' names cooking; domains are general, agents, coding"):
         from_dict(LabRecipe, table, "x")
+
+
+def found_by(root: Path, recipe: LabRecipe, share: float, shut: tuple[str, ...] = (), teacher: str = "1") -> Findings:
+    """What a run found whose teachers, student and comparators answer always alike, and whose cold start is never right."""
+    def cells(letter: str) -> dict[str, object]:
+        return {"/".join(cell): scores(letter * 400).to_json() for cell in recipe.cells if cell[0] not in shut}
+
+    cold = {"/".join(cell): {"right": "0" * 400, "multiples": [0.1] * 400, "tokens": 5.0} for cell in recipe.cells}
+    for name, job in plan.jobs(recipe).items():
+        own = cells("0" if job.stage == "see-saw" else teacher if job.stage == "experts" else "1")
+        plan.mark(root / name, plan.DONE, {
+            "digest": job.digest, "cells": own, "share": share, "divergence": 0.01, "cold": cold, "shut": list(shut), "gates": [],
+            "bits_equal": True, "sampler_gap": 0.0, "unrounded_gap": 0.0, "tokens_compared": 7, "cpu_seconds": 1.0, "wall_seconds": 1.0,
+            "peak_bytes": 1})
+    return Findings(recipe, 1, root)
+
+
+def test_a_promise_is_no_smaller_where_there_are_fewer_cells(tmp_path: Path) -> None:
+    def told(found: Findings, what: str) -> tuple[str, str, bool | None]:
+        return next((each.asked, each.found, each.met) for each in found.claims() if each.what.startswith(what))
+
+    whole = found_by(tmp_path / "whole", LabRecipe(), share=1.0)
+    assert told(whole, "experts above") == ("8 of 9", "9 of 9", True)
+    assert told(whole, "mixed")[2] and not told(found_by(tmp_path / "less", LabRecipe(), share=0.9), "mixed")[2]
+    one = found_by(tmp_path / "one", LabRecipe(domains=LabRecipe().domains[:1]), share=1.0)
+    assert told(one, "experts above") == ("3 of 3", "3 of 3", True)
+    left = found_by(tmp_path / "left", LabRecipe(), share=1.0, shut=("coding",))
+    assert told(left, "experts above") == ("8 of 9", "6 of 6, 3 left out", False)
+    assert told(left, "efforts of coding")[2] is False
+    poor = found_by(tmp_path / "poor", LabRecipe(), share=1.0, teacher="0")
+    assert told(poor, "student's score") == ("≥ 95 %", "no teacher has a score", False)
+
+
+def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="where no seed has begun"):
+        report.write(replace(LabRecipe(), run=tmp_path / "none"))

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from rich.console import Console
 
 from gnomon.errors import ConfigError
 from gnomon.posttrain.lab import command, plan
+from gnomon.posttrain.lab.findings import Findings
 from gnomon.posttrain.lab.progress import Display
 from gnomon.posttrain.lab.recipe import LabRecipe, load
 from gnomon.posttrain.lab.run import run
@@ -76,10 +79,12 @@ texts = 20
 UNTIMED = ("seconds", "sampling_seconds", "teacher_seconds")
 
 
-@pytest.fixture(autouse=True)
-def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def own_tasks() -> Iterator[None]:
     """The tasks of these tests can be imported."""
-    monkeypatch.syspath_prepend(str(HERE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        yield
 
 
 def written(folder: Path, name: str, workers: int = 0) -> Path:
@@ -108,9 +113,15 @@ def found(recipe: LabRecipe) -> dict[str, Any]:
     return results
 
 
-def test_every_stage_and_a_kill_between(tmp_path: Path) -> None:
-    whole = load(written(tmp_path, "whole"))
-    shown = lab(whole)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[LabRecipe, str]:
+    """A whole run, and what people saw of it."""
+    whole = load(written(tmp_path_factory.mktemp("lab"), "whole"))
+    return whole, lab(whole)
+
+
+def test_every_stage(ended: tuple[LabRecipe, str]) -> None:
+    whole, shown = ended
     assert "12 jobs" in shown and "experts/walks-max is done" in shown
     report = json.loads((whole.run / "report.json").read_text())["seeds"][0]
     assert report["export"]["bits_equal"] and report["gates"][0]["opens"]
@@ -120,8 +131,15 @@ def test_every_stage_and_a_kill_between(tmp_path: Path) -> None:
     page = (whole.run / "report.html").read_text()
     assert "missed" in page and "reached" in page and page.count("<svg") >= 7
     assert (whole.run / "efforts.png").stat().st_size > 1000
+    compared = Findings(whole, 1, whole.run / "seed-1").claims()
+    assert next(each for each in compared if each.what.startswith("experts above")).asked == "3 of 3"
+    with pytest.raises(ConfigError, match="experts/walks-max was begun with other settings"):
+        lab(replace(whole, expert=replace(whole.expert, objective=replace(whole.expert.objective, penalty=0.5))))
 
-    path = written(tmp_path, "killed", workers=1)
+
+@pytest.mark.slow
+def test_a_kill_between(ended: tuple[LabRecipe, str], tmp_path: Path) -> None:
+    whole, path = ended[0], written(tmp_path, "killed", workers=1)
     program = subprocess.Popen([sys.executable, "-m", "gnomon", "lab", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                env={**os.environ, "PYTHONPATH": str(HERE)}, start_new_session=True)
     try:
@@ -145,8 +163,6 @@ def test_every_stage_and_a_kill_between(tmp_path: Path) -> None:
     assert found(again) == found(whole)
 
     assert "12 of them done earlier" in lab(again)
-    with pytest.raises(ConfigError, match="experts/walks-max was begun with other settings"):
-        lab(load(path, ("workers=0", "expert.objective.penalty=0.5", "domains=[{name=\"walks\"}]")))
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -102,7 +102,9 @@ def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = Non
     Raises `ConfigError` for a budget without measured b0, `TrainingError` for numbers that are not finite.
     """
     if config.bound and start.budgets is None:
-        raise ConfigError(f"'tau.target' is {config.tau.target}, but no b0 was measured; measure it on the cold-start checkpoint first")
+        targets = [each.target for each in (config.tau, *(cell.tau for cell in config.cells)) if each.target is not None]
+        raise ConfigError(f"'tau.target' is {', '.join(map(str, targets))}, but no b0 was measured; measure it "
+                          "on the cold-start checkpoint first")
     made = Learner(start.model, config.learner, config.steps * config.updates)
     pool, watch = Pool(start.source, config.pool, start.seed), Watch(config.largest_gap)
     kept = Kept(folder=folder, config=config.keep, learner=made, seed=start.seed, memory={"pool": pool, "watch": watch}, recipe=recipe)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from gnomon.agent.ledger import Ledger
 from gnomon.agent.policy import Completion, ContextFull, Sampling, Spent
 from gnomon.agent.trajectory import Span
 from gnomon.data.chat import ChatFormat, chat_format
-from gnomon.data.messages import Conversation
+from gnomon.data.messages import Conversation, Message
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError, DataError, PolicyError
 

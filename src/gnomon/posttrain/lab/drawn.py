@@ -87,7 +87,7 @@ def _curves(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
         axes[0][place].set(title=domain.name, ylim=(-0.02, 1.02), ylabel="" if place else "share right")
         axes[1][place].set(xlabel="step", ylabel="" if place else "tokens that count")
         axes[1][place].set_ylim(bottom=0)
-        axes[0][place].legend(loc="lower right") if axes[0][place].lines else None
+        axes[0][place].legend(loc="lower right") if axes[0][place].get_legend_handles_labels()[1] else None
     return figure if drawn else None
 
 
@@ -107,7 +107,7 @@ def _efforts(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
                                                 capsize=3, linestyle="none", label=label, **look)
         axes[0][place].set(title=domain.name, xlabel="mean tokens that count", ylim=(-0.02, 1.02), ylabel="" if place else "share right")
         axes[0][place].set_xlim(left=0)
-        axes[0][place].legend(loc="upper left") if drawn else None
+        axes[0][place].legend(loc="upper left") if axes[0][place].get_legend_handles_labels()[1] else None
     return figure if drawn else None
 
 

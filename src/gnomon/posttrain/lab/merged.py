@@ -41,7 +41,8 @@ def student(desk: Desk) -> dict[str, Any]:
     distill(Start(model=model, source=source, seed=desk.draws, say=desk.say), teachers, config, desk.folder)
     rows = history(desk.folder)
     last = rows[-TAIL:]
-    divergence = {"/".join(cell): sum(row.get(f"kl/{cell[0]}/{cell[1]}", 0.0) for row in last) / len(last) for cell in desk.open_cells}
+    seen = {"/".join(cell): [row[f"kl/{'/'.join(cell)}"] for row in last if f"kl/{'/'.join(cell)}" in row] for cell in desk.open_cells}
+    divergence = {cell: sum(part) / len(part) for cell, part in seen.items() if part}  # a step may lack a cell
     return {"steps": len(rows), "work": work(rows), "tokens": sum(row["read_tokens"] for row in rows), "alarms": alarms(rows),
             "divergence": sum(row["kl"] for row in last) / len(last), "divergences": divergence, "taught": _taught(desk),
             "cells": scores.evaluated(desk.recipe, model, desk.tasks, desk.open_cells, desk.budgets(), seed=desk.seed)}

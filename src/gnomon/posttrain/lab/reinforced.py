@@ -69,7 +69,10 @@ def mixed(desk: Desk) -> dict[str, Any]:
     added while the model's own lengths leave compute over."""
     whole, experts = spent(desk)
     recipe, cells, group = desk.recipe, desk.open_cells, desk.recipe.expert.pool.group_size
-    each_step = recipe.seesaw.prompts * group * sum(e["work"] / e["rollouts"] for e in experts.values()) / max(1, len(experts))
+    student = desk.found("student")  # tells how long answers are, where all teachers are of other runs
+    alike = [e["work"] / e["rollouts"] for e in experts.values()] or [
+        student["work"] / student["steps"] / (recipe.student.pool.prompts * recipe.student.pool.group_size)]
+    each_step = recipe.seesaw.prompts * group * sum(alike) / len(alike)
     model, used, folders = desk.cold_model(), 0, list[Path]()
     shared = replace(recipe.expert, pool=replace(recipe.expert.pool, prompts=recipe.seesaw.prompts))
     while used < recipe.seesaw.reach * whole and len(folders) < MOST_ROUNDS:

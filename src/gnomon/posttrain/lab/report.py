@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gnomon.errors import ConfigError
 from gnomon.posttrain.lab import drawn
 from gnomon.posttrain.lab.findings import Findings, every
 from gnomon.posttrain.lab.recipe import LabRecipe
@@ -19,8 +20,10 @@ from gnomon.units import format_bytes, format_count, format_seconds
 
 
 def write(recipe: LabRecipe) -> Path:
-    """Write the report of what there is so far; returns the page's path."""
+    """Write the report of what there is so far; returns the page's path. Raises `ConfigError` where there is nothing."""
     begun = sorted((int(path.name.removeprefix("seed-")), path) for path in recipe.run.glob("seed-*") if path.name[5:].isdigit())
+    if not begun:
+        raise ConfigError(f"'run' is '{recipe.run}', where no seed has begun; name the folder of a run of the lab, or start one")
     found = every(recipe, begun)
     table = {"tasks": recipe.tasks, "seeds": [each.to_json() for each in found]}
     _put(recipe.run / "report.json", json.dumps(table, indent=1).encode())
@@ -46,7 +49,8 @@ def page(recipe: LabRecipe, found: Sequence[Findings], pictures: dict[str, str])
     tiles = "".join(tile(name, value) for name, value in (
         ("seeds", ", ".join(str(each.seed) for each in found)), ("parameters", format_count(recipe.model.num_parameters())),
         ("promised numbers reached", f"{len(judged) - missed} of {len(judged)}"), ("processor time", format_seconds(cpu))))
-    parts = [card("Promised and found", "Each number that was promised, for each seed; what is not reached is said to be missed.",
+    parts = [card("Promised and found", "Each number that was promised, for each seed; what is not reached is said to be missed. Intervals "
+                  "are over the problems of one seed: what training with other draws would give, only other seeds tell.",
                   "".join(_claims(each) for each in found), wide=True)]
     for name, title, text in drawn.TITLES:
         if name in pictures:
@@ -55,7 +59,7 @@ def page(recipe: LabRecipe, found: Sequence[Findings], pictures: dict[str, str])
         for title, text, body, wide in (
             ("Cells", "Score: right and within the budget, with its 95 % interval. Tokens: the mean that counts.", _cells(each), True),
             ("One model for all cells", "Mean score over cells. Compute: tokens of a forward pass; the trainer's count three times, "
-             "teachers' once.", _seesaw(each), True),
+             "teachers' once; the student's is without its experts'.", _seesaw(each), True),
             ("Cost", "Processor seconds depend little on what else the machine does; wall seconds do.", _costs(each), False),
             ("Quantisation", "The last phase of the cold start, trained three ways; each result served as trained, in MXFP4 and in two "
              "bits.", _quantisation(each), False),

@@ -103,9 +103,13 @@ def _seed(recipe: LabRecipe, seed: int, jobs: dict[str, Job], executor: Executor
 
 
 def _submit(executor: Executor | None, recipe: LabRecipe, seed: int, root: Path, job: Job) -> Future[None]:
-    if executor is not None:
-        return executor.submit(_job, recipe, seed, root, job)
     future: Future[None] = Future()
+    if executor is not None:
+        try:
+            return executor.submit(_job, recipe, seed, root, job)
+        except BrokenProcessPool as error:  # a process of another job was killed just now
+            future.set_exception(error)
+            return future
     _job(recipe, seed, root, job)
     future.set_result(None)
     return future
@@ -115,8 +119,8 @@ def _result(future: Future[None], folder: Path) -> None:
     try:
         future.result()
     except BrokenProcessPool:
-        raise TrainingError(f"a process that worked at {folder} was killed (memory?); the same command again goes on from its last "
-                            "checkpoint") from None
+        raise TrainingError(f"a process of the lab was killed (memory?) while {folder} was worked at; the same command again goes on from "
+                            "the last checkpoints") from None
 
 
 def _job(recipe: LabRecipe, seed: int, root: Path, job: Job) -> None:
