@@ -160,7 +160,8 @@ def progress(folder: Path) -> dict[str, Any]:
     """How far a job is: the newest row of its newest run, `done` steps over all its runs, `tokens`, its processor time."""
     newest: dict[str, Any] = {}
     done, tokens = 0, 0
-    for path in sorted(folder.rglob("metrics.jsonl"), key=lambda path: (len(str(path)), str(path))):
+    runs = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]  # no deeper: checkpoints come and go while one looks
+    for path in sorted(runs, key=lambda path: (len(str(path)), str(path))):
         row = _last(path)
         if row:
             newest, done = row, done + row["step"]
