@@ -140,7 +140,9 @@ def test_what_is_kept_has_a_bound_of_bytes(teachers: dict[Cell, Path], monkeypat
     monkeypatch.setattr("gnomon.posttrain.teachers.REMEMBERED_BYTES", 2 * (2 * 40 + 2) * 4)  # two documents of two places
     bench = Teachers(routed(teachers), network().config)
     first, again = bench.score(documents, "full"), bench.score(documents, "full")
-    assert bench.hits == 2 and all(torch.equal(one.logprobs, two.logprobs) for one, two in zip(first, again, strict=True))
+    assert bench.hits == 2
+    for one, two in zip(first, again, strict=True):  # asked alone or beside others: the same up to rounding
+        torch.testing.assert_close(one.logprobs, two.logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_scores_are_those_of_the_teacher_and_are_kept(teachers: dict[Cell, Path]) -> None:
