@@ -127,13 +127,13 @@ def test_files_setup_and_network_come_before_the_agent(tmp_path: Path, backend: 
 
     class Looks(Works):
         async def run(self, task: Task, model: Any, box: Any, *, effort: str | None = None) -> Any:
-            found.append((await box.read("/work/made"), box.network))
+            found.append((await box.read("/srv/made"), box.network))
             return await super().run(task, model, box, effort=effort)
 
     near = Network(allow=("example.com:443",))
     first = step("one", files={"a": b"x", "setup.sh": b"cp a made"}, setup="setup.sh", network=near)
     second = step("two", files={"setup.sh": b"printf y >> made"}, setup="setup.sh")
-    trajectory = attempted(task(first, second, workdir="/work"), Looks({"one": "1", "two": "1"}), backend, tmp_path)
+    trajectory = attempted(task(first, second, workdir="/srv"), Looks({"one": "1", "two": "1"}), backend, tmp_path)
     assert trajectory.score is not None and trajectory.score.reward == 1.0, trajectory.score
     assert found == [(b"x", near), (b"xy", Network())]
 
@@ -172,12 +172,12 @@ def test_the_verifier_of_steps_reads_what_they_came_to() -> None:
 
 
 def test_steps_hold_in_real_machines(tmp_path: Path) -> None:
-    script = "[ \"$(cat /app/one /work/made)\" = 1x ] && r=1 || r=0; echo $r > /logs/verifier/reward.txt"
+    script = "[ \"$(cat /app/one /srv/made)\" = 1x ] && r=1 || r=0; echo $r > /logs/verifier/reward.txt"
     seen = Step(
         name="two", prompt="Add.", check=Check(kind="tests", settings={"files": {"test.sh": script}, "machine": "fork"}),
         files={"setup.sh": b"id -un > who; printf x > made; chmod 644 made"}, setup="setup.sh", solution=Solution(script="true"),
         health=Health(command="test -s who"))
-    what = replace(task(step("one"), seen, workdir="/work", limits=SMALL, health=Health(command="true")), image="host")
+    what = replace(task(step("one"), seen, workdir="/srv", limits=SMALL, health=Health(command="true")), image="host")
 
     async def main() -> None:
         async with namespaces() as backend:
