@@ -146,11 +146,11 @@ def test_a_health_that_comes_late_is_waited_for() -> None:
             self.tries += 1
             return pretend_backend.Result(code=0 if self.tries >= 4 else 1, stdout=b"", stderr=b"")
 
-    box, plain = Box(), task(step("one"))
-    asyncio.run(steps.healthy(Health(command="x", interval=0.0, grace=60.0, retries=1), plain, box))  # type: ignore[arg-type]
+    box = Box()
+    asyncio.run(steps.healthy(task(step("one"), health=Health(command="x", interval=0.0, grace=60.0, retries=1)), box))  # type: ignore[arg-type]
     assert box.tries == 4
     with pytest.raises(SandboxError, match="healthy in 3 tries"):
-        asyncio.run(steps.healthy(Health(command="x", interval=0.0), plain, Box()))  # type: ignore[arg-type]
+        asyncio.run(steps.healthy(task(step("one"), health=Health(command="x", interval=0.0)), Box()))  # type: ignore[arg-type]
 
 
 def test_the_verifier_of_steps_reads_what_they_came_to() -> None:

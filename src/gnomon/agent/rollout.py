@@ -227,8 +227,7 @@ class _Attempt:
     async def _made(self, backend: Backend, wanted: Spec) -> None:
         """Its machine is the attempt's from the moment it is there: one that comes too late is ended too."""
         self.box = await machine.made(self.rollout.task, backend, wanted)
-        if self.rollout.task.health is not None:
-            await steps.healthy(self.rollout.task.health, self.rollout.task, self.box)
+        await steps.healthy(self.rollout.task, self.box)
 
     async def _prepared(self, step: Step) -> None:
         """The machine as a step wants it."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gnomon.agent.task import Health, Step, Task
+from gnomon.agent.task import Step, Task
 from gnomon.agent.trajectory import Score
 from gnomon.errors import SandboxError
 from gnomon.sandbox.sandbox import Command, Sandbox
@@ -53,12 +53,14 @@ async def prepare(whole: Task, step: Step, box: Sandbox, seconds: float) -> None
         if result.timed_out or result.code != 0:
             how = f"ran past {seconds:g} s" if result.timed_out else f"ended with status {result.code}"
             raise SandboxError(f"its setup {how}: {(result.stdout + result.stderr)[-TAIL:].decode('utf-8', 'replace')}")
-    if step.health is not None:
-        await healthy(step.health, task, box)
+    await healthy(task, box)
 
 
-async def healthy(health: Health, task: Task, box: Sandbox) -> None:
-    """Wait until a machine is healthy. Raises `SandboxError` when too many tries in a row have failed."""
+async def healthy(task: Task, box: Sandbox) -> None:
+    """Wait until a machine is as healthy as its task wants it. Raises `SandboxError` when too many tries in a row have failed."""
+    health = task.health
+    if health is None:
+        return
     began, failed = time.monotonic(), 0
     command = Command(argv=("/bin/sh", "-c", health.command), timeout_seconds=health.timeout, cwd=task.workdir, user=task.user)
     while True:
@@ -79,4 +81,3 @@ def too_low(step: Step, score: Score) -> str | None:
         if name not in rewards or rewards[name] < least:
             return f"'{name}' is {rewards[name]:g}, below {least:g}" if name in rewards else f"there is no '{name}'"
     return None
-

@@ -86,8 +86,7 @@ async def _attempt(task: Task, backend: Backend | None, *, solving: bool) -> Sco
     try:
         box = await made(task, backend, spec(task, purpose))
         try:
-            if task.health is not None:
-                await steps.healthy(task.health, task, box)
+            await steps.healthy(task, box)
             return await _walked(task, trajectory, box, backend, solving)
         finally:
             await asyncio.shield(box.kill())
