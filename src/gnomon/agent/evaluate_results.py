@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -80,7 +80,7 @@ class Cost:
 
     def to_json(self) -> dict[str, float]:
         """All fields."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

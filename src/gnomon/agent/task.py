@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from gnomon.agent.fields import Fields, bytes_from_json, bytes_to_json, parsed
@@ -87,7 +87,7 @@ class Health:
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Fields) -> Self:
@@ -246,15 +246,13 @@ class Task:
                 env={name: env.text(name) for name in fields.table("env")}, workdir=fields.maybe("workdir", fields.text),
                 user=fields.maybe("user", fields.text), network=Network(allow=_texts(fields, "network")), limits=_limits(fields),
                 artifacts=_texts(fields, "artifacts"),
-                budget=Budget.from_json(fields.inner("budget")) if fields.has("budget") else Budget(),
-                diagnosis=Check.from_json(fields.inner("diagnosis")) if fields.has("diagnosis") else None,
-                solution=Solution.from_json(fields.inner("solution")) if fields.has("solution") else None,
-                health=Health.from_json(fields.inner("health")) if fields.has("health") else None,
+                budget=Budget.from_json(fields.within("budget")),
+                diagnosis=fields.maybe("diagnosis", lambda key: Check.from_json(fields.inner(key))),
+                solution=fields.maybe("solution", lambda key: Solution.from_json(fields.inner(key))),
+                health=fields.maybe("health", lambda key: Health.from_json(fields.inner(key))),
                 steps=tuple(Step.from_json(each) for each in fields.each("steps")), metadata=fields.table("metadata"))
         except DataError as error:
             raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-        for name in ("budget", "diagnosis", "solution", "health"):
-            fields.maybe(name, fields.table)
         fields.done()
         return task
 
