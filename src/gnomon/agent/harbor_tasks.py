@@ -37,16 +37,20 @@ def task(source: HarborTask) -> Task:
     agent = config.agent
     folder, owner = _in_dockerfile(source)
     user = agent.user if agent.user is not None else owner
-    steps = tuple(_step(source, step) for step in config.steps)
-    strategy = config.multi_step_reward_strategy or "mean"
+    steps = tuple(_step(source, step, owner) for step in config.steps)
+    name = config.task.name if config.task else source.name
+    solution: Solution | None = None
+    if steps:
+        decides = Check(kind="steps", settings={"strategy": config.multi_step_reward_strategy or "mean"})
+    else:
+        decides, solution = Check(kind="tests", settings=_settings(source, None, owner)), _solution(source, None)
     return Task(
-        id=config.task.name if config.task else source.name, prompt=_request(source), domain="agents", image=image_name(source),
+        id=name, prompt=_request(source), domain="agents", image=image_name(source),
         env=environment.env, workdir=environment.workdir or folder, user=str(user) if user is not None else None,
         network=network(agent if agent.network_mode is not None else environment), limits=_limits(environment),
         artifacts=tuple(artifact.source for artifact in config.artifacts), budget=Budget(seconds=agent.timeout_sec),
-        check=Check(kind="steps", settings={"strategy": strategy}) if steps else Check(kind="tests", settings=_settings(source, None)),
-        solution=None if steps else _solution(source, None), health=_health(environment.healthcheck), steps=steps,
-        metadata={"harbor": config.task.name if config.task else source.name, "schema_version": config.schema_version})
+        check=decides, solution=solution, health=_health(environment.healthcheck), steps=steps,
+        metadata={"harbor": name, "schema_version": config.schema_version})
 
 
 def _request(source: HarborTask) -> str:
@@ -54,7 +58,7 @@ def _request(source: HarborTask) -> str:
     return source.instruction() if not source.config.steps or "instruction.md" in source.files else ""
 
 
-def _step(source: HarborTask, step: Step) -> taken.Step:
+def _step(source: HarborTask, step: Step, owner: str | None) -> taken.Step:
     """A step: what it says of its own. The network is said by each where one says its own, so that it is the task's again for the next."""
     config, agent = source.config, step.agent
     files = source.below(f"steps/{step.name}/workdir")
@@ -62,7 +66,7 @@ def _step(source: HarborTask, step: Step) -> taken.Step:
     phase = next(each for each in (agent, config.agent, config.environment) if each is config.environment or each.network_mode is not None)
     least = {"reward": step.min_reward} if isinstance(step.min_reward, (int, float)) else step.min_reward or {}
     return taken.Step(
-        name=step.name, prompt=source.instruction(step), check=Check(kind="tests", settings=_settings(source, step)),
+        name=step.name, prompt=source.instruction(step), check=Check(kind="tests", settings=_settings(source, step, owner)),
         files={path: entry.content for path, entry in files.items()},
         programs=tuple(path for path, entry in files.items() if entry.executable), setup="setup.sh" if "setup.sh" in files else None,
         health=_health(step.healthcheck), user=str(agent.user) if agent.user is not None else None, network=network(phase) if own else None,
@@ -92,7 +96,7 @@ def _in_dockerfile(source: HarborTask) -> tuple[str | None, str | None]:
     return folder, user
 
 
-def _settings(source: HarborTask, step: Step | None) -> dict[str, Any]:
+def _settings(source: HarborTask, step: Step | None, owner: str | None) -> dict[str, Any]:
     """The settings of the verifier `tests`."""
     shared = source.config.verifier
     verifier = step.verifier if step else shared
@@ -101,7 +105,7 @@ def _settings(source: HarborTask, step: Step | None) -> dict[str, Any]:
     if sum(map(len, contents.values())) > MAX_TESTS_BYTES:
         raise DataError(f"{source.folder or source.name}: its tests exceed {MAX_TESTS_BYTES // MEGABYTE} MiB; put data into an image")
     separate = verifier.separate or (verifier.environment_mode is None and shared.separate)
-    user = next((each for each in (verifier.user, shared.user, _in_dockerfile(source)[1]) if each is not None), None)
+    user = next((each for each in (verifier.user, shared.user, owner) if each is not None), None)
     if user is None and (source.config.agent.user is not None or (step and step.agent.user is not None)):
         user = "root"  # the verifier is not the agent
     return {
