@@ -6,6 +6,7 @@ drawn four times as large and averaged. Read next: `picture_tasks.py`, which dec
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,13 @@ def svg(width: int, height: int, paper: Colour, shapes: Sequence[Shape]) -> str:
 def differs(one: Image.Image, other: Image.Image) -> bool:
     """Whether two pictures differ in size or in any pixel."""
     return one.size != other.size or ImageChops.difference(one.convert("RGB"), other.convert("RGB")).getbbox() is not None
+
+
+def png(image: Image.Image) -> bytes:
+    """A picture as the bytes of a PNG file."""
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
 
 
 def _hex(colour: Colour) -> str:

@@ -8,7 +8,6 @@ Read next: `packing.py`, which lays items beside text.
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +16,7 @@ from PIL import Image as Picture
 
 from gnomon.config import setting
 from gnomon.data.chat import chat_format, marker_ids
+from gnomon.data.drawing import png
 from gnomon.data.images import ImageAt, ImageLimits, prepare
 from gnomon.data.messages import Conversation, Image, Message, Text
 from gnomon.data.mixture import Item, State
@@ -102,7 +102,7 @@ class Pictures:
     def _conversation(self, shown: Shown) -> PictureSample:
         """A user's message of parts and question, and the assistant's answer, in the chat format."""
         assert self._chat is not None
-        content = tuple(Text(text=part) if isinstance(part, str) else Image(data=_png(part), media_type="image/png")
+        content = tuple(Text(text=part) if isinstance(part, str) else Image(data=png(part), media_type="image/png")
                         for part in shown.parts)
         user = Message(role="user", content=(*content, Text(text=shown.question)))
         asked = self._chat.encode(Conversation(messages=(user,), thinking=False), images=True)
@@ -173,9 +173,3 @@ def expand(tokens: np.ndarray, pictures: list[Picture.Image], pad: int, limits: 
         else:
             laid.append(token)
     return laid, [token != pad for token in laid], tuple(images)
-
-
-def _png(picture: Picture.Image) -> bytes:
-    stream = io.BytesIO()
-    picture.save(stream, "PNG")
-    return stream.getvalue()

@@ -6,7 +6,6 @@ words before, pictures in their order. The answer must be said alone.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,6 +33,7 @@ class Source:
         try:
             import numpy as np
 
+            from gnomon.data.drawing import png
             from gnomon.data.picture_tasks import KINDS
         except ImportError as error:
             raise ConfigError(f"pictures need {error.name}; pip install pillow") from None
@@ -44,13 +44,7 @@ class Source:
             for kind in self.kinds:
                 shown = KINDS[kind](np.random.Generator(np.random.Philox(key=self.seed + (1 << 33), counter=[0, 0, 0, number])))
                 words = [part for part in shown.parts if isinstance(part, str)]
-                images = tuple(Image(data=_png(part), media_type="image/png") for part in shown.parts if not isinstance(part, str))
+                images = tuple(Image(data=png(part), media_type="image/png") for part in shown.parts if not isinstance(part, str))
                 yield Task(id=f"pictures/{kind}/{self.seed}-{number}", prompt="\n".join([*words, shown.question]), images=images,
                            check=Check(kind="exact", settings={"answer": shown.answer, "fold_case": False}),
                            solution=Solution.says(shown.answer), metadata={"source": "pictures", "family": kind})
-
-
-def _png(picture: Any) -> bytes:
-    stream = io.BytesIO()
-    picture.save(stream, "PNG")
-    return stream.getvalue()
