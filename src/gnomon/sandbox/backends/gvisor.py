@@ -198,7 +198,7 @@ class Backend:
 
     async def sibling(self, parent: Machine, spec: Spec) -> Machine:
         """A new machine like `parent`, recorded and with a bundle, not started."""
-        machine = await self._place(spec, self.store.resolve(spec.image), parent.guest.key)
+        machine = await self._place(spec, self.store.resolve(spec.image), parent.guest.seal.key)
         self.expire(machine, spec.ttl_seconds)
         return machine
 
@@ -206,7 +206,7 @@ class Backend:
         """A finished checkpoint becomes a sealed folder of the store, and a name for it."""
         identifier = secrets.token_hex(8)
         start = self.store.resolve(machine.spec.image)
-        known = {"memory": memory, "runsc": runsc.version(self.runsc.binary), "key": machine.guest.key.hex()}
+        known = {"memory": memory, "runsc": runsc.version(self.runsc.binary), "key": machine.guest.seal.key.hex()}
         (image / "gnomon.json").write_text(json.dumps(known))
         (image / "gnomon.json").chmod(0o600)
         size = account.disk(image)

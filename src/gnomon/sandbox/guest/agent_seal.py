@@ -2,7 +2,7 @@
 
 Root inside may open whatever lies in `/proc/1/fd`, the channel to the host too. So every frame carries a seal that is made with a key
 which was there before the first program, and which no program can read: the agent has one power more than programs ever get, to trace, and
-is not dumpable; without that power nobody looks into a process that has it.
+is not dumpable; without that power nobody looks into a process that has it. The host makes the same seals and compares.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def close_up() -> None:
 class Seal:
     """Seals frames one after the other: none can be left out, repeated or put between. `turn` begins a new row after a checkpoint."""
 
-    def __init__(self) -> None:
-        self.key, self.word, self.count = b"", b"", 0
+    def __init__(self, key: bytes = b"") -> None:
+        self.key, self.word, self.count = key, b"", 0
 
     def turn(self, key: str, word: str) -> None:
         """Begin a new row; the key is taken once."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import itertools
 import json
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gnomon.errors import SandboxError, SandboxLost, SandboxTimeout
+from gnomon.sandbox.guest.agent_seal import SEAL_BYTES, Seal
 from gnomon.sandbox.guest.door import Door
 from gnomon.sandbox.guest.process import CREDIT, MAX_PAYLOAD, GuestProcess
 from gnomon.sandbox.sandbox import Command, FileEvent, Result
@@ -33,7 +33,6 @@ MAX_REQUEST = 1 << 21
 """Most bytes of an answer's header, and of a request's: arguments and environment of a program are in it."""
 
 KILL_SECONDS = 20.0
-SEAL_BYTES = 16
 LOOK_SECONDS, PATIENCE_SECONDS = 20.0, 60.0
 """How often an agent is asked for a sign of life while somebody waits for it, and how long it may take over that."""
 
@@ -44,8 +43,7 @@ class Guest:
     def __init__(self, name: str, key: bytes | None = None) -> None:
         """`key` is that of the machine whose checkpoint this one starts from."""
         self.name = name
-        self.key, self.told = key or secrets.token_bytes(32), key is not None
-        self.word, self.count = b"", 0
+        self.seal, self.told = Seal(key or secrets.token_bytes(32)), key is not None
         self.door, self.port = Door(self), 0
         self.keys = itertools.count(1)
         self.replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -134,7 +132,7 @@ class Guest:
                 seal = await reader.readexactly(SEAL_BYTES)
                 text = await reader.readexactly(head)
                 payload = await reader.readexactly(body)
-                if not hmac.compare_digest(seal, self._seal(lengths, text, payload)):
+                if not hmac.compare_digest(seal, self.seal.of(lengths, text, payload)):
                     raise ValueError("a frame that is not the agent's")
                 header = json.loads(text)
                 if not isinstance(header, dict):
@@ -150,14 +148,6 @@ class Guest:
             transport.close()
         if not self.parting:
             self.end(why)
-
-    def _seal(self, *parts: bytes) -> bytes:
-        """What the next frame of the agent must be sealed with."""
-        digest = hashlib.blake2b(self.word + struct.pack(">Q", self.count), digest_size=SEAL_BYTES, key=self.key)
-        self.count += 1
-        for part in parts:
-            digest.update(part)
-        return digest.digest()
 
     async def _look(self) -> None:
         """While somebody waits for the agent, see that it lives: a program inside may have stopped it."""
@@ -303,9 +293,9 @@ class Guest:
 
     async def go(self, **identity: object) -> dict[str, Any]:
         """Open the channel, with the machine's new identity where it has one, and begin a new row of seals."""
-        self.word, self.count = secrets.token_bytes(16), 0
-        key = "" if self.told else self.key.hex()
-        request = cast("dict[str, Any]", {"op": "go", "word": self.word.hex(), "key": key, **identity})
+        word, key = secrets.token_hex(16), self.seal.key.hex()
+        self.seal.turn(key, word)
+        request = cast("dict[str, Any]", {"op": "go", "word": word, "key": "" if self.told else key, **identity})
         answer = await self.call(request, gate=False, seconds=PATIENCE_SECONDS)
         self.told = True
         self.open.set()

@@ -7,9 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Any, Protocol
 
-WINDOW = 1 << 18
-PIECE = 1 << 16
-MOST = 128
+from gnomon.sandbox.guest.agent_door import MOST, PIECE, WINDOW
 
 
 class Line(Protocol):
