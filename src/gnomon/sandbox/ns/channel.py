@@ -31,9 +31,9 @@ class Call:
 
     __slots__ = ("answer", "on_fds", "on_frame")
 
-    def __init__(self, answer: asyncio.Future[wire.Frame], on_frame: Callable[[wire.Frame], None] | None) -> None:
-        self.answer, self.on_frame = answer, on_frame
-        self.on_fds: Callable[[list[int]], None] | None = None
+    def __init__(self, answer: asyncio.Future[wire.Frame], on_frame: Callable[[wire.Frame], None] | None,
+                 on_fds: Callable[[list[int]], None] | None) -> None:  # fmt: skip
+        self.answer, self.on_frame, self.on_fds = answer, on_frame, on_fds
 
 
 class Channel:
@@ -54,13 +54,14 @@ class Channel:
         self.closed = ""
         self.loop.add_reader(connection.fileno(), self._readable)
 
-    def expect(self, call: int, on_frame: Callable[[wire.Frame], None] | None = None) -> asyncio.Future[wire.Frame]:
+    def expect(self, call: int, on_frame: Callable[[wire.Frame], None] | None = None,
+               on_fds: Callable[[list[int]], None] | None = None) -> asyncio.Future[wire.Frame]:  # fmt: skip
         """The future of the answer to a call with this number."""
         answer: asyncio.Future[wire.Frame] = self.loop.create_future()
         if self.closed:
             answer.set_exception(SandboxLost(self.closed))
         else:
-            self.calls[call] = Call(answer, on_frame)
+            self.calls[call] = Call(answer, on_frame, on_fds)
         return answer
 
     def number(self) -> int:
@@ -84,10 +85,8 @@ class Channel:
                       on_fds: Callable[[list[int]], None] | None = None) -> wire.Frame:  # fmt: skip
         """Ask and wait for the answer; raises `Refused` with the reason, or `SandboxLost`. Descriptors come in for `on_fds` alone."""
         call = self.number()
-        answer = self.expect(call, on_frame)
+        answer = self.expect(call, on_frame, on_fds)
         try:
-            if call in self.calls:
-                self.calls[call].on_fds = on_fds
             self.send(wire.pack(kind, call, numbers, strings))
             await self.space.wait()
             return await answer

@@ -21,7 +21,7 @@ class Ranges:
     def __init__(self, places: tuple[str, ...] = PLACES) -> None:
         self.folder = next((place for place in places if own(place)), "")
         self.free: list[int] = []
-        self.locks: list[int] = []
+        self.locks: dict[int, int] = {}
         self.next = os.getpid() * BLOCK
 
     def take(self) -> int:
@@ -42,7 +42,7 @@ class Ranges:
         """Lock a block that no process has; its ranges."""
         for step in range(BLOCKS):
             number = (os.getpid() + step) % BLOCKS
-            if number in self.locks[::2]:  # opening and closing its file once more would give up the lock
+            if number in self.locks:  # opening and closing its file once more would give up the lock
                 continue
             handle = os.open(f"{self.folder}/{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -50,7 +50,7 @@ class Ranges:
             except OSError:
                 os.close(handle)
                 continue
-            self.locks += [number, handle]
+            self.locks[number] = handle
             return [FIRST_USER + USERS * (number * BLOCK + index) for index in range(BLOCK - 1, -1, -1)]
         raise OSError(f"all {BLOCK * BLOCKS} ranges of users are taken (see {self.folder})")
 

@@ -19,6 +19,7 @@ from gnomon.sandbox.ns import agent, birth, calls, cgroups, layers, mounts, secc
 
 MAX_REQUEST = 1 << 18
 
+
 class Box:
     """A sandbox as the zygote knows it: its first process (0 once that has ended), its group, its writable layer."""
 
