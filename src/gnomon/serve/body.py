@@ -43,32 +43,41 @@ async def read_json(request: Request, limits: LimitSettings, room: Room, read: C
     Raises `Rejected` for what is no JSON, too large or too slow, `Busy` where there is no room, `ClientGone` when the client left, and what
     `read` raises.
     """
-    data = await _bytes(request, limits, room)
+    _check_head(request, limits)
+    data = await read_bytes(request, limits.body_bytes, limits.body_seconds, room)
     if len(data) < LARGE:
         return read(parse(data))
     return await asyncio.to_thread(lambda: read(parse(data)))
 
 
-async def _bytes(request: Request, limits: LimitSettings, room: Room) -> bytes:
+def _check_head(request: Request, limits: LimitSettings) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise Rejected(415, f"the body must be JSON; send the header 'content-type: application/json' (it says '{kind[:80]}')",
                        "unsupported_media_type")
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and len(declared) < 19 and int(declared) > limits.body_bytes:
-        raise _too_large(limits)
+        raise _too_large(limits.body_bytes)
+
+
+async def read_bytes(request: Request, most: int, seconds: float, room: Room) -> bytes:
+    """The body; what it takes of `room` is noted in the request's scope as `body_bytes`, for whoever gives it back.
+
+    Raises `Rejected` for more than `most` bytes or what takes longer than `seconds`, `Busy` where there is no room, `ClientGone` when the
+    client left.
+    """
     chunks, size = [], 0
     try:
-        async with asyncio.timeout(limits.body_seconds):
+        async with asyncio.timeout(seconds):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > limits.body_bytes:
-                    raise _too_large(limits)
+                if size > most:
+                    raise _too_large(most)
                 room.take(len(chunk))
                 request.scope["body_bytes"] = size
                 chunks.append(chunk)
     except TimeoutError:
-        raise Rejected(408, f"the body did not arrive within {limits.body_seconds:g} s", "request_timeout") from None
+        raise Rejected(408, f"the body did not arrive within {seconds:g} s", "request_timeout") from None
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the body") from None
     return b"".join(chunks)
@@ -100,5 +109,5 @@ def _finite(text: str) -> float:
     return value
 
 
-def _too_large(limits: LimitSettings) -> Rejected:
-    return Rejected(413, f"the body is larger than {limits.body_bytes} bytes; send less", "request_too_large")
+def _too_large(most: int) -> Rejected:
+    return Rejected(413, f"the body is larger than {most} bytes; send less", "request_too_large")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
@@ -41,10 +41,9 @@ class FleetSettings:
     stop_seconds: float = setting(30.0, "how long running answers may go on after a request to stop")
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "tokens", "points", "body_bytes", "body_seconds", "inside_bytes", "check_seconds", "start_seconds",
-                     "stop_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"'{name}' is {getattr(self, name)}; use a positive number")
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ConfigError(f"'{field.name}' is {getattr(self, field.name)}; use a positive number")
 
 
 class Ring:

@@ -15,15 +15,15 @@ from typing import Any
 
 import httpx
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gnomon.serve.admission import Busy
 from gnomon.serve.api import refusal
 from gnomon.serve.api_answer import dialect_of, error_event
-from gnomon.serve.body import Room
-from gnomon.serve.errors import Problem, Rejected, problem
+from gnomon.serve.body import Room, read_bytes
+from gnomon.serve.errors import CLIENT_GONE, ClientGone, Problem, Rejected, problem
 from gnomon.serve.fleet import FleetSettings, Place, Ring, cost_of, key_of
 
 OWN = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade", "host",
@@ -98,15 +98,15 @@ class Router:
 
     async def pass_on(self, request: Request) -> Response:
         """Send a request to where it belongs. Its body is held until an answer has begun, within bounds of size, time and all of them."""
-        held: list[int] = []
+        settings = self.settings
         try:
-            return await self._placed(request, await self._body(request, held))
-        except ClientDisconnect:
-            return Response(status_code=499)
+            return await self._placed(request, await read_bytes(request, settings.body_bytes, settings.body_seconds, self.room))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
         except (Rejected, Busy) as error:
             return refusal(request.url.path, problem(error))
         finally:
-            self.room.give(sum(held))
+            self.room.give(request.scope.get("body_bytes", 0))
 
     async def _placed(self, request: Request, data: bytes) -> Response:
         path, body = request.url.path, _parsed(data)
@@ -120,22 +120,6 @@ class Router:
             message = f"the replicas of this conversation have no room for about {cost} more tokens; try again later"
             return _later(path, 429, message, "rate_limit_exceeded")
         return await self._first_that_answers(request, data, cost, [*roomy, *(place for place in alive if place not in pair)])
-
-    async def _body(self, request: Request, held: list[int]) -> bytes:
-        """The body; `held` receives what it takes of the room. Raises `Rejected` for one too large or too slow, `Busy` without room."""
-        chunks, size, settings = [], 0, self.settings
-        try:
-            async with asyncio.timeout(settings.body_seconds):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > settings.body_bytes:
-                        raise Rejected(413, f"the body is larger than {settings.body_bytes} bytes; send less", "request_too_large")
-                    self.room.take(len(chunk))
-                    held.append(len(chunk))
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise Rejected(408, f"the body did not arrive within {settings.body_seconds:g} s", "request_timeout") from None
-        return b"".join(chunks)
 
     async def _first_that_answers(self, request: Request, data: bytes, cost: int, order: list[Place]) -> Response:
         for place in order:
