@@ -112,14 +112,14 @@ class Service:
         if self.chat is None:
             raise Refused("this model's tokenizer names no markers of a chat format; use /v1/completions", "messages")
         chat, conversation = self.chat, self._with_effort(asked.conversation)
+        threads = self._threads_for(sum(_length(message) for message in conversation.messages))
         if self.sight is not None and any(isinstance(part, Image) for message in conversation.messages for part in message.content):
             sight = self.sight
             read = await self.in_thread(lambda: sight.read(conversation), sight.readers)
-            encoded = await self.in_thread(lambda: chat.encode(read, images=True))
+            encoded = await self.in_thread(lambda: chat.encode(read, images=True), threads)
             tokens, boundaries, images = await self.in_thread(lambda: sight.place(encoded), sight.threads)
         else:
-            characters = sum(_length(message) for message in conversation.messages)
-            encoded = await self.in_thread(lambda: chat.encode(conversation), self._room_for(characters))
+            encoded = await self.in_thread(lambda: chat.encode(conversation), threads)
             tokens, boundaries, images = encoded.tokens, encoded.boundaries, ()
         return [Prompt(tokens=tokens, boundaries=boundaries, parser=lambda: chat.parser(conversation), stop_ids=chat.stop_ids,
                        images=images)]
@@ -128,7 +128,7 @@ class Service:
         """Do work that may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
 
-    def _room_for(self, characters: int) -> ThreadPoolExecutor:
+    def _threads_for(self, characters: int) -> ThreadPoolExecutor:
         """Where a text of this length is encoded."""
         return self._long_threads if characters > LONG_TEXT else self._threads
 
@@ -142,7 +142,7 @@ class Service:
     async def _plain(self, prompt: str | tuple[int, ...], asked: Asked) -> Prompt:
         if isinstance(prompt, str):
             text = prompt
-            tokens = tuple(await self.in_thread(lambda: self.tokenizer.encode(text), self._room_for(len(text))))
+            tokens = tuple(await self.in_thread(lambda: self.tokenizer.encode(text), self._threads_for(len(text))))
         else:
             tokens = prompt
             wrong = [token for token in tokens if not 0 <= token < self.tokenizer.vocab_size]
