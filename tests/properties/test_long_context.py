@@ -12,7 +12,7 @@ from gnomon.data.long_tasks import KINDS, RANGE, RANGES, draw, word
 from gnomon.data.mixture import ItemSource, Mixture
 from gnomon.data.packing import PackedBatches
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
-from gnomon.data.words import WordByWord
+from gnomon.data.words import by_word
 from gnomon.errors import CheckpointError, ConfigError, DataError
 
 TEXT = "It was a quiet morning and nobody had anything to say about the weather, the harvest or the price of rope. "
@@ -85,9 +85,9 @@ def test_parts_of_an_answer_are_what_one_piece_decides(kind: str) -> None:
 @settings(max_examples=30)
 @given(kind=st.sampled_from(list(KINDS)), pieces=st.integers(4, 8), seed=st.integers(0, 10**6))
 def test_words_are_encoded_as_their_text(tokenizer: Tokenizer, kind: str, pieces: int, seed: int) -> None:
-    words, task = WordByWord(tokenizer), draw(kind, pieces, np.random.default_rng(seed))
+    task = draw(kind, pieces, np.random.default_rng(seed))
     for text in (*task.evidence, task.question, f" {task.answer}\n", "two  spaces, a 12 345 and\n  more - so ", ""):
-        assert words.encode(text) == tokenizer.encode(text)
+        assert by_word(tokenizer, text) == tokenizer.encode(text)
 
 
 def test_a_thousand_words_are_different() -> None:

@@ -64,7 +64,6 @@ class ImageLimits:
         rows, columns = self.grid(width, height)
         return rows * columns // self.merge_size**2
 
-
     def preprocessor_config(self) -> dict[str, dict[str, object]]:
         """What `preprocessor_config.json` beside a released checkpoint says of all this."""
         return {"media_proc_cfg": {

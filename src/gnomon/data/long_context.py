@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol
 
@@ -20,7 +21,7 @@ from gnomon.config import setting
 from gnomon.data.long_tasks import KINDS, SubTask, draw
 from gnomon.data.mixture import Item, State
 from gnomon.data.tokenizer import Tokenizer
-from gnomon.data.words import WordByWord
+from gnomon.data.words import by_word
 from gnomon.errors import CheckpointError, ConfigError, DataError
 from gnomon.extend import suggestion
 
@@ -99,7 +100,6 @@ class LongContext:
             raise DataError("there are no documents to fill long samples with")
         self.documents, self.tokenizer, self.config = documents, tokenizer, config
         self.index, self.window = 0, config.window or DEFAULT_WINDOW
-        self._words = WordByWord(tokenizer)
 
     def set_context(self, context: int) -> None:
         """Fill rows of so many tokens from the next sample on, unless the window was given."""
@@ -157,7 +157,7 @@ class LongContext:
 
     def _encoded(self, tasks: Sequence[SubTask]) -> tuple[list[list[list[int]]], list[int], list[tuple[int, int]]]:
         """The pieces of evidence of each task, the questions and answers at the end, and where in them the answers are."""
-        encode = self._words.encode
+        encode = partial(by_word, self.tokenizer)
         evidence = [[encode(f"\n{piece}\n") for piece in task.evidence] for task in tasks]
         tail: list[int] = []
         answers = []

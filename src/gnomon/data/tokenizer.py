@@ -100,7 +100,9 @@ class Tokenizer:
         what was encoded is kept, up to AGAIN_CHARACTERS in all."""
         known = self._again
         missing = [text for text in texts if text not in known]
-        fresh = dict(zip(missing, map(tuple, self.encode_batch(missing)), strict=True)) if missing else {}
+        if not missing:
+            return [known[text] for text in texts]
+        fresh = dict(zip(missing, map(tuple, self.encode_batch(missing)), strict=True))
         found = [fresh[text] if text in fresh else known[text] for text in texts]
         self._again_characters += sum(map(len, fresh))
         if self._again_characters > AGAIN_CHARACTERS:  # begin anew; whoever still reads the old table keeps it
