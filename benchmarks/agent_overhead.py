@@ -293,15 +293,6 @@ async def memory(work: Callable[[int], Awaitable[None]], parsed: argparse.Namesp
     return {"bytes": sizes, "growth": growth}
 
 
-def kept(settings: dict[str, Any]) -> dict[str, Any]:
-    """What was measured before with the same settings."""
-    try:
-        found = json.loads((machine.RESULTS / "agent_overhead.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {name: found[name] for name in (*WAYS, "memory") if name in found} if found.get("settings") == settings else {}
-
-
 def main() -> None:
     """Measure, print, keep the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -326,7 +317,8 @@ def main() -> None:
         print(f"through the gateway: {ours:.0f} turns/s with {len(os.sched_getaffinity(0))} cores; the target is 100")
     if not parsed.no_save:
         settings = {name: getattr(parsed, name) for name in ("rollouts", "turns", "concurrency", "repeats", "longer")}
-        machine.save("agent_overhead", {"settings": settings, **kept(settings), **figures})
+        before = machine.earlier("agent_overhead")
+        machine.save("agent_overhead", (before if before.get("settings") == settings else {}) | {"settings": settings, **figures})
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def repeat(run: Callable[[], object], runs: int = 5, warm_up: int = 1) -> dict[s
     return spread(seconds)
 
 
+def earlier(name: str) -> dict[str, Any]:
+    """What the last result of this name holds, so that a part of it can be measured again; nothing where another machine or other versions
+    measured it."""
+    path, machine = RESULTS / f"{name}.json", fingerprint()
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if any(before.get("machine", {}).get(key) != machine[key] for key in ("processor", "cores", "memory_bytes", "versions")):
+        return {}
+    return {part: value for part, value in before.items() if part not in ("benchmark", "machine")}
+
+
 def save(name: str, result: dict[str, Any], keep: bool = False) -> Path:
     """Write a result with the machine's fingerprint as JSON; returns the file. With `keep`, parts that an earlier run on this machine
     measured and this one did not stay; each part has the load under which it was measured."""
@@ -60,9 +70,7 @@ def save(name: str, result: dict[str, Any], keep: bool = False) -> Path:
     path, machine = RESULTS / f"{name}.json", fingerprint()
     if keep:
         result = {part: {**value, "load": machine["load"]} if isinstance(value, dict) else value for part, value in result.items()}
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if all(before.get("machine", {}).get(key) == machine[key] for key in ("processor", "cores", "memory_bytes", "versions")):
-            result = before | result
-    path.write_text(json.dumps(result | {"benchmark": name, "machine": machine}, indent=2) + "\n", encoding="utf-8")
+        result = earlier(name) | result
+    path.write_text(json.dumps({"benchmark": name, "machine": machine, **result}, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}", file=sys.stderr)
     return path

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import RESULTS, save
+from machine import earlier, save
 
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.transformer import Transformer
@@ -116,8 +116,8 @@ def main() -> None:
         print(f"{kind:>5} {length:7d} tokens: a rank's CPU time is {rows[-1]['mean over a quarter']:.2f} of a quarter of one rank's "
               f"(busiest {rows[-1]['busiest over a quarter']:.2f}); sent {ranks[0]['sent']}, planner {rows[-1]['planner']}",
               file=sys.stderr)
-    if given.only is not None and (before := RESULTS / "parallel_context.json").exists():
-        rows += [row for row in json.loads(before.read_text())["rows"]
+    if given.only is not None:
+        rows += [row for row in earlier("parallel_context").get("rows", [])
                  if (row["layers"], row["tokens"]) != (rows[0]["layers"], rows[0]["tokens"])]
     save("parallel_context", {"ranks": RANKS, "rows": sorted(rows, key=lambda row: (row["layers"] == "both", row["tokens"]))})
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from machine import RESULTS, repeat, save
+from machine import earlier, repeat, save
 
 from gnomon.model.config import preset
 from gnomon.model.experts import RoutedExperts
@@ -35,7 +35,6 @@ from gnomon.parallel.expert_plan import plan_at_home, plan_experts
 SIZES = ((8, 2), (16, 4), (64, 8), (256, 16), (896, 32), (896, 64))
 RANKS, EXPERTS, CHOSEN, LATENT, INNER = 4, 32, 4, 256, 256
 KINDS = ("even", "lognormal", "hopeless")
-PARTS = ("balance", "plan seconds at 896 x 64", "plan CPU seconds at 896 x 64", "optimum", "layers")
 SKEWS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # MaxVio by expert
 
 
@@ -223,10 +222,8 @@ def main() -> None:
                   f"{row['largest buffer, rows']:7d} {row['most copies']:7d}", file=sys.stderr)
     print(json.dumps({key: value for key, value in result.items() if key != "layers"}, indent=1), file=sys.stderr)
     if given.only is not None:  # a piece of what was measured before
-        there = RESULTS / "parallel_experts.json"
-        before = json.loads(there.read_text()) if there.exists() else {}
-        result["balance"] = before.get("balance", {}) | result.get("balance", {})
-        result = {key: before[key] for key in PARTS if key in before} | result
+        before = earlier("parallel_experts")
+        result = before | result | {"balance": before.get("balance", {}) | result.get("balance", {})}
     save("parallel_experts", result)
 
 

@@ -172,7 +172,7 @@ def forks(sizes: Sizes) -> dict[str, Any]:
     model = build(sizes.model)
     past = ids(sizes.cached, 1, model.config)
     ratios, forking = [], []
-    for run in range(max(1, sizes.runs)):
+    for run in range(sizes.runs):
         server = Server(model, 8 << 30)
         cold = timed(lambda server=server: server.prompt(past, reuse=False).close())
         start = time.perf_counter()

@@ -79,16 +79,16 @@ def l2(eps: float, mean: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor
     return prepare
 
 
-wrong("l2 eps 1e-5 on the sum", L2, kda, "prepare", l2(1e-5, False))
-wrong("l2 eps 1e-6 on the mean", L2, kda, "prepare", l2(1e-6, True))
-wrong("l2 norm by max(norm, eps)", L2, kda, "prepare",
-      lambda q, k: (functional.normalize(q, dim=-1, eps=1e-6) * q.shape[-1] ** -0.5, functional.normalize(k, dim=-1, eps=1e-6)))
-wrong("keys scaled by K^-1/2 too", L2, kda, "prepare", lambda q, k: (kda_reference.prepare(q, k)[0], kda_reference.prepare(k, q)[0]))
 def biased(decay: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`decay` of logits that have their bias."""
     return lambda z, a, bound, bias=None: decay(z if bias is None else z + bias.view(z.shape[-2:]), a, bound)
 
 
+wrong("l2 eps 1e-5 on the sum", L2, kda, "prepare", l2(1e-5, False))
+wrong("l2 eps 1e-6 on the mean", L2, kda, "prepare", l2(1e-6, True))
+wrong("l2 norm by max(norm, eps)", L2, kda, "prepare",
+      lambda q, k: (functional.normalize(q, dim=-1, eps=1e-6) * q.shape[-1] ** -0.5, functional.normalize(k, dim=-1, eps=1e-6)))
+wrong("keys scaled by K^-1/2 too", L2, kda, "prepare", lambda q, k: (kda_reference.prepare(q, k)[0], kda_reference.prepare(k, q)[0]))
 wrong("softplus gate", BOUNDED, kda, "decay", biased(lambda z, a, bound: kda_reference.decay(z, a, None)))
 wrong("softplus gate, clamped at the bound", BOUNDED, kda, "decay",
       biased(lambda z, a, bound: kda_reference.decay(z, a, None).clamp(min=bound if bound is not None else -torch.inf)))
