@@ -82,18 +82,22 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def _joined(folder: Path, device: torch.device | str) -> dict[str, dict[str, Tensor]]:
     """Whole tensors by group, out of the rows that several ranks wrote."""
-    from torch.distributed import checkpoint  # slow to import, and most runs have one rank
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    listed = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
-    whole = {key: torch.empty(found.size, dtype=found.properties.dtype, device=device) for key, found in listed.items()
-             if isinstance(found, TensorStorageMetadata)}
+    whole = {key: torch.empty(shape, dtype=dtype, device=device) for key, (shape, dtype) in stored_rows(folder).items()}
     load_rows(whole, folder)
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in whole.items():
         group, _, name = key.partition("/")
         groups.setdefault(group, {})[name] = tensor
     return groups
+
+
+def stored_rows(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each whole tensor of which several ranks wrote rows, by its name there."""
+    from torch.distributed import checkpoint  # slow to import, and most runs have one rank
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    listed = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: (tuple(found.size), found.properties.dtype) for name, found in listed.items() if isinstance(found, TensorStorageMetadata)}
 
 
 def load_rows(tensors: Mapping[str, Tensor], folder: Path) -> None:

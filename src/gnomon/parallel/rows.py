@@ -2,7 +2,7 @@
 
 Every layout of a run is of this form: a shard of FSDP, a share of the experts, the pieces of an optimiser's state that a rank owns, or a
 whole tensor. So a checkpoint written under one mesh is read under another without anybody holding a whole model.
-Read next: `weights.py`, `shard.py`; `gnomon/train/checkpoint.py`, which writes them.
+Read next: `weights.py`, `shard.py`; `gnomon/train/checkpoint_rows.py`, which writes them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from gnomon.parallel.mesh import Mesh, join
 from gnomon.parallel.pipeline import Work
 from gnomon.parallel.roll import named
 from gnomon.parallel.rows import Rows
-from gnomon.train import activations, balance, checkpoint, ranks, report, scattered
+from gnomon.train import activations, balance, checkpoint, checkpoint_rows, ranks, report, scattered
 from gnomon.train import eye as eyes
 from gnomon.train.evaluate import HeldOut, buckets, frozen, held_out
 from gnomon.train.material import Material, long_questions, prepare, stream
@@ -244,7 +244,7 @@ def save(parts: Parts, step: int, metrics: Metrics | None) -> None:
     """Write the checkpoint after `step` steps: one rank writes files of whole tensors, several write what each of them holds."""
     state = {"data": parts.batches.state(), "metrics_bytes": 0 if metrics is None else metrics.sync(), "seed": parts.recipe.seed}
     if parts.mesh.world > 1:
-        checkpoint.save_rows(parts.recipe.run, step, state, _rows(parts), parts.recipe.checkpoint.keep, parts.mesh)
+        checkpoint_rows.save(parts.recipe.run, step, state, _rows(parts), parts.recipe.checkpoint.keep, parts.mesh)
         return
     tensors = {"model": checkpoint.model_tensors(parts.model), "optimizer": parts.optimizer.state_dict(), "run": _random(parts)}
     checkpoint.save(parts.recipe.run, step, state, tensors | eyes.tensors(parts.eye), parts.recipe.checkpoint.keep)
@@ -274,7 +274,7 @@ def restore(parts: Parts) -> tuple[int, int]:
     if parts.mesh.world > 1:
         held = _rows(parts)
         held["run"].pop("random.cuda", None)  # nothing is drawn on a device
-        state = checkpoint.fill(path, held)
+        state = checkpoint_rows.fill(path, held)
         parts.optimizer.steps = int(held["optimizer"]["steps"].local)
         run: Mapping[str, Tensor] = {name: rows.local for name, rows in held["run"].items()}
     else:
