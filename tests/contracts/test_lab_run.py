@@ -157,7 +157,7 @@ def found_by(root: Path, recipe: LabRecipe, share: float, shut: tuple[str, ...] 
 
 def test_a_promise_is_no_smaller_where_there_are_fewer_cells(tmp_path: Path) -> None:
     def told(found: Findings, what: str) -> tuple[str, str, bool | None]:
-        return next((each.asked, each.found, each.met) for each in found.claims() if each.what.startswith(what))
+        return next((each.asked, each.found, each.met) for each in found.claims if each.what.startswith(what))
 
     whole = found_by(tmp_path / "whole", LabRecipe(), share=1.0)
     assert told(whole, "experts above") == ("8 of 9", "9 of 9", True)

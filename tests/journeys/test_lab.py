@@ -131,7 +131,7 @@ def test_every_stage(ended: tuple[LabRecipe, str]) -> None:
     page = (whole.run / "report.html").read_text()
     assert "missed" in page and "reached" in page and page.count("<svg") >= 7
     assert (whole.run / "efforts.png").stat().st_size > 1000
-    compared = Findings(whole, 1, whole.run / "seed-1").claims()
+    compared = Findings(whole, 1, whole.run / "seed-1").claims
     assert next(each for each in compared if each.what.startswith("experts above")).asked == "3 of 3"
     with pytest.raises(ConfigError, match="experts/walks-max was begun with other settings"):
         lab(replace(whole, expert=replace(whole.expert, objective=replace(whole.expert.objective, penalty=0.5))))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from gnomon import whole
 from gnomon.agent import evaluate_page
 from gnomon.agent.evaluate_recipe import EvalRecipe
 from gnomon.agent.evaluate_results import Column, Results, Row, row, summary
@@ -213,15 +214,8 @@ class Evaluation:
         """`eval.json` and the pages of what is known so far."""
         results, folder = self.results, self.recipe.folder
         record = {"recipe": to_dict(self.recipe), **results.to_json()}
-        _replace(folder / "eval.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
+        whole.write(folder / "eval.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
         evaluate_page.write(folder, results)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 @contextlib.contextmanager

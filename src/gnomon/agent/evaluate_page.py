@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from gnomon import whole
 from gnomon.agent import evaluate_lengths, evaluate_reading
 from gnomon.agent.evaluate_intervals import Interval
 from gnomon.agent.evaluate_reading import PAGE, escaped, look, shown
@@ -43,9 +44,7 @@ def write(folder: Path, results: Results) -> Path:
 
 def _put(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(text.encode("utf-8", "replace"))
-    partial.replace(path)
+    whole.write(path, text.encode("utf-8", "replace"))
 
 
 def _ordered(results: Results) -> list[Row]:

@@ -6,7 +6,8 @@ In a terminal this moves; elsewhere there is a line for each attempt that ends. 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +25,13 @@ RUNNING = 6
 """At most so many running attempts are shown."""
 
 
+def live(console: Console, shown: Callable[[], RenderableType], refresh_per_second: float) -> AbstractContextManager[object]:
+    """What moves in a terminal while the block runs, and leaves it as it was; nothing elsewhere."""
+    if not console.is_terminal:
+        return nullcontext()
+    return Live(get_renderable=shown, console=console, refresh_per_second=refresh_per_second, transient=True)
+
+
 class Display:
     """A `Watch` for people; a context, so that the terminal is left as it was."""
 
@@ -35,18 +43,16 @@ class Display:
         self._rows: dict[Column, list[Row]] = {}
         self._running: dict[str, tuple[float, Planned]] = {}
         self._planned = self._done = 0
-        self._live = Live(get_renderable=self._shown, console=console, refresh_per_second=4, transient=True)
+        self._live = live(console, self._shown, refresh_per_second=4)
 
     def __enter__(self) -> Self:
         """Begin to show."""
-        if self.console.is_terminal:
-            self._live.start(refresh=False)
+        self._live.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave the terminal as it was."""
-        if self.console.is_terminal:
-            self._live.stop()
+        self._live.__exit__(kind, error, trace)
 
     def begins(self, planned: Sequence[Planned], finished: Sequence[Row]) -> None:
         """What there is to be, and what an earlier run finished."""

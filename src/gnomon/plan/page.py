@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from gnomon import whole
 from gnomon.plan import curves, pictures
 from gnomon.plan.answer import Answer
 from gnomon.plan.effects import watched_metric
@@ -37,10 +38,8 @@ def write(answer: Answer, path: Path) -> Path:
     subtitle = (describe(answer.best) if answer.best else "not possible as asked") + (f" · assumed: {', '.join(said)}" if said else "")
     tiles = "".join(_tiles(answer.best)) if answer.best else ""
     page = PAGE.format(title=html.escape(headline(answer)), subtitle=html.escape(subtitle), tiles=tiles, cards="".join(_cards(answer)))
-    partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    whole.write(path, page)
     return path
 
 

@@ -135,25 +135,17 @@ def source_of(name: str) -> ProblemSource:
 
 def _ask(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: Any) -> None:
     """The gate: is the cold start more often right where it thinks longer? Raises `TrainingError` with the picture's place where not."""
-    from gnomon.errors import TrainingError
     from gnomon.posttrain import gate
-    from gnomon.posttrain.grading import Grading
 
     sampling = recipe.train.sampling
-    with Grading(sampling.graders, sampling.grader_seconds) as grading:
-        sampling.sampler(cold, 0).sample(_fresh(recipe, source, recipe.gate, 8), on_finished=grading.submit)
-        rollouts = grading.collect()
-    domains = dict.fromkeys(each.problem.domain for each in rollouts)
-    gates = [gate.measured(domain, [r for r in rollouts if r.problem.domain == domain]) for domain in domains]
+    rollouts = sampling.graded(sampling.sampler(cold, 0), _fresh(recipe, source, recipe.gate, 8))
+    gates = gate.by_domain(dict.fromkeys(each.problem.domain for each in rollouts), rollouts)
     picture = recipe.run / "gate.svg"
     recipe.run.mkdir(parents=True, exist_ok=True)
     picture.write_text(gate.picture(gates), encoding="utf-8")
     for each in gates:
         say(f"gate of {each.domain}: {each.gain:+.2f} from the shortest to the longest third ({each.low:+.2f} to {each.high:+.2f})")
-    try:
-        gate.require(gates)
-    except TrainingError as error:
-        raise TrainingError(f"{error}. The picture: {picture}") from None
+    gate.require(gates, picture)
 
 
 def _fresh(recipe: RLRecipe, source: ProblemSource, count: int, purpose: int) -> list[Rollout]:

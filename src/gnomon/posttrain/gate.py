@@ -7,8 +7,9 @@ domain in which it does not help is refused, with the picture. Read next: `effor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib
 
@@ -78,6 +79,11 @@ def _variance(right: int, count: int) -> float:
     return share * (1 - share) / count
 
 
+def by_domain(domains: Iterable[str], rollouts: Sequence[Rollout]) -> list[Gate]:
+    """The gate of each domain."""
+    return [measured(domain, [each for each in rollouts if each.problem.domain == domain]) for domain in domains]
+
+
 def _bins(pairs: Sequence[tuple[int, float | None]]) -> tuple[Bin, ...]:
     """At most `BINS` stretches of length with about equally many rollouts each; equal lengths stay together."""
     found, start = [], 0
@@ -110,11 +116,11 @@ def picture(gates: Sequence[Gate]) -> str:
         return svg(figure, "gate")
 
 
-def require(gates: Sequence[Gate]) -> None:
-    """Raises `TrainingError` for a domain in which thinking does not help, with what was measured."""
+def require(gates: Sequence[Gate], drawn: Path | None = None) -> None:
+    """Raises `TrainingError` for a domain in which thinking does not help, with what was measured and where it is `drawn`."""
     closed = [gate for gate in gates if not gate.opens]
     if closed:
         shares = {gate.domain: ", ".join(f"{b.first}–{b.last} tokens {b.accuracy:.2f}" for b in gate.bins) for gate in closed}
         what = "; ".join(f"'{domain}': {text}" for domain, text in shares.items())
         raise TrainingError(f"thinking does not help the cold start in {what}; reinforcement would remove it. Train the cold start longer, "
-                            "show longer solutions more often, or choose other tasks")
+                            f"show longer solutions more often, or choose other tasks{f'. The picture: {drawn}' if drawn else ''}")

@@ -91,14 +91,8 @@ class Kept:
         state = {"seed": self.seed, "memory": memory, "metrics_bytes": metrics.sync()}
         tensors = {"model": checkpoint.model_tensors(self.learner.model), "optimizer": self.learner.optimizer.state_dict()}
         if step in self.config.stay:  # first: a run that is killed in between does this step again, and this with it
-            self._set_apart(step, tensors["model"])
+            set_apart(kept_folder(self.folder, step), step, self.seed, self.learner.model)
         checkpoint.save(self.folder, step, state, tensors, self.config.keep)
-
-    def _set_apart(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        apart = kept_folder(self.folder, step)
-        apart.mkdir(parents=True, exist_ok=True)
-        (apart / "recipe.toml").write_text(toml.to_toml(Shape(model=self.learner.model.config)))
-        checkpoint.save(apart, step, {"seed": self.seed}, {"model": tensors}, 1)
 
     def due(self, step: int, total: int) -> bool:
         """Whether a checkpoint belongs after this many steps."""
@@ -118,6 +112,13 @@ def fingerprint(model: Transformer) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def set_apart(folder: Path, step: int, seed: int, model: Transformer) -> None:
+    """Make a run folder of nothing but a model's weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.toml").write_text(toml.to_toml(Shape(model=model.config)))
+    checkpoint.save(folder, step, {"seed": seed}, {"model": checkpoint.model_tensors(model)}, 1)
 
 
 def kept_folder(run: Path, step: int) -> Path:

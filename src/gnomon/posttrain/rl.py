@@ -52,6 +52,12 @@ class SamplingConfig:
         """A sampler of these settings."""
         return Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version)
 
+    def graded(self, sampler: Sampler, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts, finished and graded, by group and member."""
+        with Grading(self.graders, self.grader_seconds) as grading:
+            sampler.sample(rollouts, on_finished=grading.submit)
+            return grading.collect()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RLConfig:

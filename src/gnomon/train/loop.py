@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gnomon import config as toml
+from gnomon import whole
 from gnomon.data.packing import Batch, PackedBatches
 from gnomon.errors import CheckpointError, ConfigError, TrainingError
 from gnomon.model.balance import max_violation
@@ -370,6 +371,4 @@ def _start_from(model: Transformer, eye: Multimodal | None, run: Path) -> None:
 
 
 def _write_recipe(recipe: TrainRecipe) -> None:
-    partial = recipe.run / "recipe.toml.partial"
-    partial.write_text(toml.to_toml(recipe, docs=True))
-    partial.replace(recipe.run / "recipe.toml")
+    whole.write(recipe.run / "recipe.toml", toml.to_toml(recipe, docs=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from gnomon import whole
 from gnomon.model.transformer import Transformer
 from gnomon.train import charts, metrics
 from gnomon.train.canvas import PAGE, card, context_length, tile
@@ -30,9 +31,8 @@ def write(run: Path, model: Transformer, material: Material, results: Sequence[H
     page = PAGE.format(title=html.escape("Run " + "/".join(run.resolve().parts[-2:])), subtitle=html.escape(subtitle),
                        tiles="".join(tile(*pair) for pair in _figures(rows, results)),
                        cards="".join(_cards(run, rows, model, material, results)))
-    path, partial = run / "report.html", run / "report.html.partial"
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    path = run / "report.html"
+    whole.write(path, page)
     return path
 
 

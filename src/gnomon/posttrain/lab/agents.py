@@ -11,8 +11,8 @@ from typing import Any
 
 from gnomon.agent.trajectory import Score
 from gnomon.posttrain.lab.bench import Bench
-from gnomon.posttrain.lab.domain import KINDS, Effort, Line, Puzzle, Said, wanted
-from gnomon.posttrain.lab.words import DIGITS, EOM, EOS, LABELS, ids, words
+from gnomon.posttrain.lab.domain import KINDS, Line, Puzzle, Said, wanted
+from gnomon.posttrain.lab.words import DIGITS, EOM, EOS, LABELS, Effort, ids, words
 from gnomon.posttrain.problem import Problem
 
 BOXES = LABELS[:6]

@@ -14,8 +14,8 @@ from typing import Any
 
 from gnomon.agent.trajectory import Score
 from gnomon.posttrain.lab.bench import Bench, Program
-from gnomon.posttrain.lab.domain import Effort, Line, Puzzle, Said, thinking
-from gnomon.posttrain.lab.words import EOS, LABELS, OPERATORS, calculated, drawn_sum, ids, words
+from gnomon.posttrain.lab.domain import Line, Puzzle, Said, thinking
+from gnomon.posttrain.lab.words import EOS, LABELS, OPERATORS, Effort, calculated, drawn_sum, ids, words
 from gnomon.posttrain.problem import Problem
 
 LINES = LABELS[:6]

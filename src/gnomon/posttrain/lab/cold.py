@@ -6,13 +6,11 @@ Read next: `desk.py`; `gnomon/posttrain/sft.py`, `gate.py` and `effort.py`, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from gnomon.errors import TrainingError
 from gnomon.kernels.mxfp import fake_mxfp4
 from gnomon.model import runs
 from gnomon.model.config import ModelConfig
@@ -25,11 +23,14 @@ from gnomon.posttrain.keeping import fingerprint
 from gnomon.posttrain.lab import scores
 from gnomon.posttrain.lab.desk import Desk, history
 from gnomon.posttrain.lab.recipe import PhaseConfig
+from gnomon.posttrain.lab.tasks import Cells
 from gnomon.posttrain.learner import Learner, LearnerConfig
+from gnomon.posttrain.policy import Sampler
 from gnomon.posttrain.rollout import seed_of
 from gnomon.posttrain.sft import fit, mean_loss, quantised
 
 Arm = Literal["full", "mxfp4", "two bits"]
+ARMS: tuple[Arm, ...] = get_args(Arm)
 BLOCK = 32  # weights that share a scale
 
 
@@ -68,31 +69,28 @@ def gate(desk: Desk) -> dict[str, Any]:
 
     Raises `TrainingError` where no domain's gate opens, or one does not and the recipe says to stop.
     """
-    recipe, model = desk.recipe, desk.cold_model()
-    cells = tuple((each.name, "max") for each in recipe.domains)
-    rollouts = scores.answers(recipe.expert.sampling, recipe.expert.sampling.sampler(model, 0), desk.tasks, cells,  # type: ignore[arg-type]
-                              seed=desk.seed, split="gate", each=recipe.gate.rollouts)
-    found = [gates.measured(domain, [r for r in rollouts if r.problem.domain == domain]) for domain, _ in cells]
-    (desk.folder / "gate.svg").write_text(gates.picture(found), encoding="utf-8")
+    recipe, model, picture = desk.recipe, desk.cold_model(), desk.folder / "gate.svg"
+    sampler = recipe.expert.sampling.sampler(model, 0)
+    cells: Cells = tuple((each.name, "max") for each in recipe.domains)
+    rollouts = scores.answers(recipe.expert.sampling, sampler, desk.tasks, cells, seed=desk.seed, split="gate", each=recipe.gate.rollouts)
+    found = gates.by_domain((domain for domain, _ in cells), rollouts)
+    picture.write_text(gates.picture(found), encoding="utf-8")
     shut = [each.domain for each in found if not each.opens]
     if recipe.gate.shut == "stop" or len(shut) == len(found):
-        try:
-            gates.require(found)
-        except TrainingError as error:
-            raise TrainingError(f"{error}. The picture: {desk.folder / 'gate.svg'}") from None
+        gates.require(found, picture)
     for domain in shut:
-        desk.say(f"the gate of '{domain}' is shut: thinking does not help its cold start; it is left out ({desk.folder / 'gate.svg'})")
+        desk.say(f"the gate of '{domain}' is shut: thinking does not help its cold start; it is left out ({picture})")
     budgets = effort.measure(rollouts, fingerprint(model))
     budgets.save(desk.folder / "budgets.json")
     return {"shut": shut, "gates": [_told(each) for each in found], "budgets": {"/".join(k): v for k, v in sorted(budgets.tokens.items())},
-            "measured_on": budgets.measured_on, "cold": _cold(desk, model, budgets)}
+            "measured_on": budgets.measured_on, "cold": _cold(desk, sampler, budgets)}
 
 
-def _cold(desk: Desk, model: Transformer, budgets: effort.Budgets) -> dict[str, Any]:
+def _cold(desk: Desk, sampler: Sampler, budgets: effort.Budgets) -> dict[str, Any]:
     """What the cold start does in every cell: right or not, and tokens as a multiple of b0, so that any tau can be asked for later."""
     recipe = desk.recipe
-    rollouts = scores.answers(recipe.expert.sampling, recipe.expert.sampling.sampler(model, 0), desk.tasks, recipe.cells,
-                              seed=desk.seed, split="test", each=recipe.evaluate.problems)
+    rollouts = scores.answers(recipe.expert.sampling, sampler, desk.tasks, recipe.cells, seed=desk.seed, split="test",
+                              each=recipe.evaluate.problems)
     found = scores.scored(rollouts, None, {})
     return {"/".join(cell): {"right": each.right, "tokens": each.tokens, "multiples": [
         round(r.spent / budgets.of(r), 6) for r in rollouts if r.problem.cell == cell]} for cell, each in found.items()}
@@ -112,15 +110,14 @@ def quantisation(desk: Desk) -> dict[str, Any]:
     held = [Example(token_ids=line.token_ids, weights=line.weights) for line in (
         desk.tasks.demonstration(i, seed_of(desk.seed, 22), 0.0, config.shares) for i in range(recipe.evaluate.held_out))]
     budgets, rows = effort.Budgets(tokens={}), []
-    cells = tuple((each.name, "max") for each in recipe.domains)
-    trained: tuple[Arm, ...] = ("full", "mxfp4", "two bits")
-    for arm in trained:
+    cells: Cells = tuple((each.name, "max") for each in recipe.domains)
+    for arm in ARMS:
         model = _rounded(_beginning(desk, number, recipe.model), arm)
-        fit(model, texts, config.train, desk.folder / arm.replace(" ", "-"), seed=desk.draws, say=desk.say)
+        fit(model, texts, config.train, desk.folder / arm_folder(arm), seed=desk.draws, say=desk.say)
         for served in dict.fromkeys((arm, "mxfp4", "two bits")):
             shown = _baked(model, served)
             loss = mean_loss(Learner(shown, LearnerConfig(), 1), held)
-            found = scores.evaluated(recipe, shown, desk.tasks, cells, budgets, seed=desk.seed)  # type: ignore[arg-type]
+            found = scores.evaluated(recipe, shown, desk.tasks, cells, budgets, seed=desk.seed)
             rows.append({"trained": arm, "served": served, "loss": loss, "cells": found})
     return {"rows": rows}
 
@@ -159,6 +156,6 @@ def fake_two_bits(weight: Tensor) -> Tensor:
     return weight + (rounded - weight).detach()
 
 
-def run_folders(folder: Path) -> list[Path]:
-    """Where the runs of the comparison are."""
-    return [folder / name for name in ("full", "mxfp4", "two-bits")]
+def arm_folder(arm: Arm) -> str:
+    """Where a run of the comparison is, under the job's folder."""
+    return arm.replace(" ", "-")

@@ -18,7 +18,9 @@ from gnomon.posttrain.effort import Budgets
 from gnomon.posttrain.lab import plan
 from gnomon.posttrain.lab.plan import Job
 from gnomon.posttrain.lab.recipe import LabRecipe
+from gnomon.posttrain.lab.scores import evaluated
 from gnomon.posttrain.lab.tasks import Cells, Tasks
+from gnomon.posttrain.policy import Sampler
 from gnomon.posttrain.rollout import seed_of
 from gnomon.posttrain.teachers import TeacherConfig
 from gnomon.train import metrics
@@ -73,14 +75,23 @@ class Desk:
 
     def teachers(self) -> tuple[TeacherConfig, ...]:
         """Who teaches each open cell."""
-        return tuple(TeacherConfig(domain=d, effort=e, run=self.recipe.taught_by((d, e)) or self.root / f"experts/{d}-{e}")
+        return tuple(TeacherConfig(domain=d, effort=e, run=self.recipe.taught_by((d, e)) or self.root / plan.expert_folder((d, e)))
                      for d, e in self.open_cells)
+
+    def scores(self, model: Transformer, cells: Cells, sampler: Sampler | None = None) -> dict[str, Any]:
+        """How good a model is in some cells under the frozen b0, as JSON by `domain/effort`."""
+        return evaluated(self.recipe, model, self.tasks, cells, self.budgets(), seed=self.seed, sampler=sampler)
 
 
 def work(rows: Sequence[Mapping[str, Any]]) -> int:
     """Compute of a loop's rows in tokens of a forward pass: what was read while sampling, three times what went through the trainer, and
     what teachers read."""
     return sum(row["read_tokens"] + 3 * row["trained_tokens"] + row.get("teacher_tokens", 0) for row in rows)
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What every loop reports of its rows: steps, compute, tokens, alarms."""
+    return {"steps": len(rows), "work": work(rows), "tokens": sum(row["read_tokens"] for row in rows), "alarms": alarms(rows)}
 
 
 def history(*folders: Path) -> list[dict[str, Any]]:

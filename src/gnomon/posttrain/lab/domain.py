@@ -9,13 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from gnomon.posttrain.lab.bench import Bench
-from gnomon.posttrain.lab.words import ANSWER, BOS, ids
+from gnomon.posttrain.lab.words import ANSWER, BOS, Effort, ids
 from gnomon.posttrain.problem import Problem
 
-Effort = Literal["low", "high", "max"]
 KINDS = ("biggest", "smallest", "holds")
 """What may be asked of labelled digits: the label of the biggest, of the smallest, or of a digit that is named."""
 

@@ -10,7 +10,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from gnomon.posttrain.lab.findings import Findings
-from gnomon.posttrain.lab.recipe import EFFORTS, LabRecipe
+from gnomon.posttrain.lab.plan import expert_folder
+from gnomon.posttrain.lab.recipe import LabRecipe
+from gnomon.posttrain.lab.words import EFFORTS
 from gnomon.train.canvas import ACCENT, FAINT, INK, STYLE, WARM, svg
 
 COLOURS = {"low": "#5b8c5a", "high": ACCENT, "max": WARM}
@@ -49,8 +51,10 @@ def _panels(columns: int, rows: int = 1, height: float = 3.0) -> tuple[Figure, A
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _around(value: float, interval: Sequence[float]) -> list[list[float]]:
-    return [[max(0.0, value - interval[0])], [max(0.0, interval[1] - value)]]
+def _around(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> list[list[float]]:
+    """How far each interval reaches below and above its value."""
+    return [[max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)],
+            [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]]
 
 
 def _gate(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
@@ -63,8 +67,7 @@ def _gate(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
             gate = next(g for g in each.done["gate"]["gates"] if g["domain"] == domain.name)
             at = [(b["first"] + b["last"]) / 2 for b in gate["bins"]]
             shares = [b["accuracy"] for b in gate["bins"]]
-            errors = [[s - b["interval"][0] for s, b in zip(shares, gate["bins"], strict=True)],
-                      [b["interval"][1] - s for s, b in zip(shares, gate["bins"], strict=True)]]
+            errors = _around(shares, [b["interval"] for b in gate["bins"]])
             axes[0][place].errorbar(at, shares, yerr=errors, color=ACCENT if gate["opens"] else WARM, marker="o", capsize=3,
                                     label=f"seed {each.seed}: {gate['gain']:+.2f}{'' if gate['opens'] else ', shut'}")
         axes[0][place].set(title=domain.name, xlabel="tokens that count", ylim=(-0.02, 1.02), ylabel="" if place else "share right")
@@ -78,7 +81,7 @@ def _curves(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
     for place, domain in enumerate(recipe.domains):
         for each in found:
             for effort in EFFORTS:
-                curve = each.curve(f"experts/{domain.name}-{effort}")
+                curve = each.curve(expert_folder((domain.name, effort)))
                 for row, key in enumerate(("accuracy", "spent")):
                     if curve:
                         drawn = True
@@ -103,8 +106,9 @@ def _efforts(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
                     if scores is not None:
                         drawn = True
                         label = effort if name == "teacher" and each is found[0] else None
-                        axes[0][place].errorbar([scores.tokens], [scores.accuracy], yerr=_around(scores.accuracy, scores.interval("right")),
-                                                capsize=3, linestyle="none", label=label, **look)
+                        errors = _around([scores.accuracy], [scores.interval("right")])
+                        axes[0][place].errorbar([scores.tokens], [scores.accuracy], yerr=errors, capsize=3, linestyle="none", label=label,
+                                                **look)
         axes[0][place].set(title=domain.name, xlabel="mean tokens that count", ylim=(-0.02, 1.02), ylabel="" if place else "share right")
         axes[0][place].set_xlim(left=0)
         axes[0][place].legend(loc="upper left") if axes[0][place].get_legend_handles_labels()[1] else None
@@ -112,7 +116,7 @@ def _efforts(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
 
 
 def _matrix(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
-    matrices = [each.matrix() for each in found]
+    matrices = [each.matrix for each in found]
     if not any(matrices):
         return None
     names = [each.name for each in recipe.domains]
@@ -150,7 +154,7 @@ def _divergence(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
 
 
 def _seesaw(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
-    tables = {each.seed: {row["name"]: row for row in each.seesaw()} for each in found}
+    tables = {each.seed: {row["name"]: row for row in each.seesaw} for each in found}
     names = list(dict.fromkeys(name for table in tables.values() for name in table))
     if len(names) < 3:
         return None
@@ -160,8 +164,7 @@ def _seesaw(recipe: LabRecipe, found: Sequence[Findings]) -> Figure | None:
         at = [place + (offset - (len(tables) - 1) / 2) * width for place, name in enumerate(names) if name in table]
         rows = [table[name] for name in names if name in table]
         means = [row["mean"] for row in rows]
-        errors = [[m - row["interval"][0] for m, row in zip(means, rows, strict=True)],
-                  [row["interval"][1] - m for m, row in zip(means, rows, strict=True)]]
+        errors = _around(means, [row["interval"] for row in rows])
         axes[0][0].bar(at, means, width * 0.9, yerr=errors, capsize=3, label=f"seed {seed}", color=(ACCENT, FAINT, WARM)[offset % 3])
     axes[0][0].set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names])
     axes[0][0].set_ylabel("mean score")

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from gnomon.posttrain.lab import plan
-from gnomon.posttrain.lab.cold import run_folders
+from gnomon.posttrain.lab.cold import ARMS, arm_folder
 from gnomon.posttrain.lab.merged import TAIL
-from gnomon.posttrain.lab.recipe import EFFORTS, LEAST_PROBLEMS, LabRecipe
+from gnomon.posttrain.lab.recipe import LEAST_PROBLEMS, LabRecipe
 from gnomon.posttrain.lab.scores import Scores, mean_score, ratio
+from gnomon.posttrain.lab.words import EFFORTS
 from gnomon.train import metrics
 
 Cell = tuple[str, str]
@@ -48,7 +50,7 @@ class Findings:
         """A model's scores in a cell: `gate` is the cold start, `teacher` who teaches the cell, else the job of that name."""
         key = "/".join(cell)
         if name == "teacher":
-            name = "student" if self.recipe.taught_by(cell) else f"experts/{cell[0]}-{cell[1]}"
+            name = "student" if self.recipe.taught_by(cell) else plan.expert_folder(cell)
             found = self.done.get(name, {}).get("taught" if name == "student" else "cells", {})
         else:
             found = self.done.get(name, {}).get("cold" if name == "gate" else "cells", {})
@@ -82,11 +84,13 @@ class Findings:
         """Jobs whose runs were warned about, and for how many steps of what."""
         return {name: found["alarms"] for name, found in self.done.items() if found.get("alarms")}
 
+    @cached_property
     def matrix(self) -> dict[Cell, tuple[float, float, float]]:
         """Student's score as a share of its teacher's, with its 95 % interval."""
         pairs = {cell: (self.scores("student", cell), self.scores("teacher", cell)) for cell in self.cells}
         return {cell: ratio([mine], [theirs]) for cell, (mine, theirs) in pairs.items() if mine and theirs and theirs.score > 0}
 
+    @cached_property
     def seesaw(self) -> list[dict[str, Any]]:
         """Mean score over cells of everything that wants to be one model for all of them."""
         rows = []
@@ -105,6 +109,7 @@ class Findings:
             rows.append(row)
         return rows
 
+    @cached_property
     def claims(self) -> list[Claim]:
         """The promised numbers."""
         return [*self._gate(), *self._experts(), *self._efforts(), *self._student(), *self._compared(), *self._export(), *self._cost()]
@@ -155,7 +160,7 @@ class Findings:
         if not mine or not theirs:
             return []
         share, low, high = ratio(mine, theirs)
-        matrix = self.matrix()
+        matrix = self.matrix
         if not matrix:
             return [Claim(what="student's score as a share of its teachers'", asked="≥ 95 %", found="no teacher has a score", met=False)]
         worst, missing = min(matrix, key=lambda cell: matrix[cell][0]), len(self.cells) - len(matrix)
@@ -215,17 +220,17 @@ class Findings:
         cells = {"/".join(cell): {name: found.to_json() for name in models if (found := self.scores(name, cell)) is not None}
                  for cell in self.cells}
         runs = (*(name for name, job in self.jobs.items() if job.cell), "student")
-        claims = [{"what": each.what, "asked": each.asked, "found": each.found, "met": each.met} for each in self.claims()]
+        claims = [{"what": each.what, "asked": each.asked, "found": each.found, "met": each.met} for each in self.claims]
         gate, file = self.done.get("gate", {}), self.done.get("export", {})
         return {
-            "seed": self.seed, "claims": claims, "cells": cells, "costs": self.costs(), "alarms": self.alarms(), "seesaw": self.seesaw(),
+            "seed": self.seed, "claims": claims, "cells": cells, "costs": self.costs(), "alarms": self.alarms(), "seesaw": self.seesaw,
             "gates": gate.get("gates"), "budgets": gate.get("budgets"), "measured_on": gate.get("measured_on"),
-            "matrix": {"/".join(cell): list(value) for cell, value in self.matrix().items()},
+            "matrix": {"/".join(cell): list(value) for cell, value in self.matrix.items()},
             "divergences": self.done.get("student", {}).get("divergences"),
             "export": {key: value for key, value in file.items() if key not in ("cells", "digest")},
             "quantisation": self.done.get("quantisation", {}).get("rows"),
             "curves": {name: curve for name in runs if (curve := self.curve(name))},
-            "quantisation_losses": [self.curve(str(each.relative_to(self.root))) for each in run_folders(self.root / "quantisation")],
+            "quantisation_losses": [self.curve(f"quantisation/{arm_folder(arm)}") for arm in ARMS],
         }
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from gnomon.agent.trajectory import Score
 from gnomon.posttrain.lab.bench import Bench
-from gnomon.posttrain.lab.domain import KINDS, Effort, Line, Puzzle, Said, thinking, wanted
-from gnomon.posttrain.lab.words import ANSWER, DIGITS, EOS, LABELS, calculated, drawn_sum, ids, words
+from gnomon.posttrain.lab.domain import KINDS, Line, Puzzle, Said, thinking, wanted
+from gnomon.posttrain.lab.words import ANSWER, DIGITS, EOS, LABELS, Effort, calculated, drawn_sum, ids, words
 from gnomon.posttrain.problem import Problem
 
 SUMS = LABELS[:6]

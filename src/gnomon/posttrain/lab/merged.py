@@ -5,27 +5,24 @@ Read next: `gnomon/posttrain/distill.py`, the loop; `gnomon/model/weights.py`, t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gnomon import config as toml
 from gnomon.model import runs
-from gnomon.model.config import ModelConfig
 from gnomon.model.inference import InferenceModel, refuse
 from gnomon.model.transformer import Transformer
 from gnomon.model.weights import load_pretrained, save_pretrained
 from gnomon.posttrain import learner
 from gnomon.posttrain.distill import distill
-from gnomon.posttrain.keeping import Shape
+from gnomon.posttrain.keeping import set_apart
 from gnomon.posttrain.lab import scores
-from gnomon.posttrain.lab.desk import Desk, alarms, history, work
+from gnomon.posttrain.lab.desk import Desk, history, totals
 from gnomon.posttrain.learner import Document
 from gnomon.posttrain.policy import PAGE_TOKENS
 from gnomon.posttrain.rl import Start
+from gnomon.posttrain.sft import quantised
 from gnomon.posttrain.teachers import Teachers
-from gnomon.train import checkpoint
 
 TAIL = 10
 """Last steps whose divergence is the final one."""
@@ -43,9 +40,8 @@ def student(desk: Desk) -> dict[str, Any]:
     last = rows[-TAIL:]
     seen = {"/".join(cell): [row[f"kl/{'/'.join(cell)}"] for row in last if f"kl/{'/'.join(cell)}" in row] for cell in desk.open_cells}
     divergence = {cell: sum(part) / len(part) for cell, part in seen.items() if part}  # a step may lack a cell
-    return {"steps": len(rows), "work": work(rows), "tokens": sum(row["read_tokens"] for row in rows), "alarms": alarms(rows),
-            "divergence": sum(row["kl"] for row in last) / len(last), "divergences": divergence, "taught": _taught(desk),
-            "cells": scores.evaluated(desk.recipe, model, desk.tasks, desk.open_cells, desk.budgets(), seed=desk.seed)}
+    return {**totals(rows), "divergence": sum(row["kl"] for row in last) / len(last), "divergences": divergence, "taught": _taught(desk),
+            "cells": desk.scores(model, desk.open_cells)}
 
 
 def _taught(desk: Desk) -> dict[str, Any]:
@@ -55,7 +51,7 @@ def _taught(desk: Desk) -> dict[str, Any]:
         run = desk.recipe.taught_by(cell)
         if run is not None:
             model = runs.load_model(run)[0]
-            found |= scores.evaluated(desk.recipe, model, desk.tasks, (cell,), desk.budgets(), seed=desk.seed)
+            found |= desk.scores(model, (cell,))
     return found
 
 
@@ -66,10 +62,8 @@ def average(desk: Desk) -> dict[str, Any]:
     mean = {name: torch.stack([each[name].double() for each in teachers]).mean(0).to(tensor.dtype)
             for name, tensor in model.state_dict().items()}
     model.load_state_dict(mean)
-    desk.folder.mkdir(parents=True, exist_ok=True)
-    (desk.folder / "recipe.toml").write_text(toml.to_toml(Shape(model=model.config)))
-    checkpoint.save(desk.folder, 0, {"seed": desk.seed}, {"model": checkpoint.model_tensors(model)}, 1)
-    return {"work": 0, "cells": scores.evaluated(desk.recipe, model, desk.tasks, desk.open_cells, desk.budgets(), seed=desk.seed)}
+    set_apart(desk.folder, 0, desk.seed, model)
+    return {"work": 0, "cells": desk.scores(model, desk.open_cells)}
 
 
 def export(desk: Desk) -> dict[str, Any]:
@@ -85,14 +79,14 @@ def export(desk: Desk) -> dict[str, Any]:
     documents = [learner.document(each) for each in rollouts if each.sampled]
     trained, filed = _logprobs(model, documents), _logprobs(again, documents)
     sampled = torch.cat([torch.tensor(each.logprobs) for each in documents])
-    unrounded = Transformer(_plain(model)).eval()
+    unrounded = Transformer(quantised(model.config, "full", "full")).eval()
     unrounded.load_state_dict(again.state_dict())
     if refuse(again.config) is None:
         sampler.runner = InferenceModel.load(folder)
         sampler.pool = sampler.runner.new_pool(sampler.slots, sampler.cache_tokens, PAGE_TOKENS)
     else:
         sampler.load(again, 0)
-    found = scores.evaluated(recipe, again, desk.tasks, desk.open_cells, desk.budgets(), seed=desk.seed, sampler=sampler)
+    found = desk.scores(again, desk.open_cells, sampler)
     return {"bits_equal": torch.equal(trained, filed), "sampler_gap": (sampled - trained).abs().max().item(),
             "unrounded_gap": (_logprobs(unrounded, documents) - trained).abs().mean().item(),
             "bytes": sum(file.stat().st_size for file in folder.iterdir()), "tokens_compared": len(trained), "cells": found}
@@ -101,8 +95,3 @@ def export(desk: Desk) -> dict[str, Any]:
 @torch.no_grad()
 def _logprobs(model: Transformer, documents: list[Document]) -> torch.Tensor:
     return learner.token_logprobs(model.eval(), learner.stream(documents)).double()
-
-
-def _plain(model: Transformer) -> ModelConfig:
-    config = model.config
-    return config if config.moe is None else replace(config, moe=replace(config.moe, expert_weights="full", expert_inputs="full"))

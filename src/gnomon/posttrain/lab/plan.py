@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from gnomon import config as toml
+from gnomon import whole
 from gnomon.errors import ConfigError, DataError
 from gnomon.posttrain.lab.recipe import LabRecipe
 
@@ -56,7 +56,7 @@ def jobs(recipe: LabRecipe) -> dict[str, Job]:
     names = [each.name for each in recipe.domains]
     add("gate", "gate", last, {"gate": recipe.gate, "domains": names, "evaluate": recipe.evaluate, "sampling": recipe.expert.sampling})
     _experts(recipe, add)
-    experts = tuple(_expert(cell) for cell in recipe.cells if recipe.taught_by(cell) is None)
+    experts = tuple(expert_folder(cell) for cell in recipe.cells if recipe.taught_by(cell) is None)
     add("student", "student", experts or ("gate",), {"student": recipe.student, "teachers": recipe.teachers},
         steps=recipe.student.steps)
     add("export", "export", ("student",), {})
@@ -64,7 +64,8 @@ def jobs(recipe: LabRecipe) -> dict[str, Job]:
     return made
 
 
-def _expert(cell: tuple[str, str]) -> str:
+def expert_folder(cell: tuple[str, str]) -> str:
+    """The job, and the folder under the seed's, that trains a cell's expert."""
     return f"experts/{cell[0]}-{cell[1]}"
 
 
@@ -74,11 +75,12 @@ def _experts(recipe: LabRecipe, add: Any) -> None:
             cell = (each.name, effort)
             if recipe.taught_by(cell) is None:
                 own = each.cell(effort)
-                before = (_expert((each.name, "max")),) if own.early else ("gate",)
+                before = (expert_folder((each.name, "max")),) if own.early else ("gate",)
                 early = sorted({each.high.early, each.low.early}) if effort == "max" else []
                 if own.early and recipe.taught_by((each.name, "max")) is not None:
                     raise ConfigError(f"domain '{each.name}': '{effort}.early' is {own.early}, but max has a teacher of its own; use 0")
-                add(_expert(cell), "experts", before, {"expert": recipe.expert, "cell": own, "early": early}, cell=cell, steps=own.steps)
+                settings = {"expert": recipe.expert, "cell": own, "early": early}
+                add(expert_folder(cell), "experts", before, settings, cell=cell, steps=own.steps)
 
 
 def _rest(recipe: LabRecipe, add: Any, experts: tuple[str, ...], last: tuple[str, ...]) -> None:
@@ -97,12 +99,7 @@ def _rest(recipe: LabRecipe, add: Any, experts: tuple[str, ...], last: tuple[str
 def mark(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     """Write a JSON file in one move: it is there whole, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{name}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / name)
+    whole.write(folder / name, json.dumps(content), sync=True)
 
 
 def read(folder: Path, name: str) -> dict[str, Any] | None:

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gnomon.posttrain.lab.plan import METER, Job, read
+from gnomon.agent.evaluate_progress import live
+from gnomon.posttrain.lab.plan import Job
 from gnomon.units import format_count, format_seconds
 
 QUIET_SECONDS = 60.0
@@ -37,18 +37,16 @@ class Display:
         self._rows: dict[str, dict[str, Any]] = {}
         self._root, self._seed, self._workers = Path(), 0, 1
         self._began = self._spoke = time.monotonic()
-        self._live = Live(get_renderable=self._shown, console=console, refresh_per_second=2, transient=True)
+        self._live = live(console, self._shown, refresh_per_second=2)
 
     def __enter__(self) -> Self:
         """Begin to show."""
-        if self.console.is_terminal:
-            self._live.start(refresh=False)
+        self._live.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave the terminal as it was."""
-        if self.console.is_terminal:
-            self._live.stop()
+        self._live.__exit__(kind, error, trace)
 
     def begins(self, seed: int, root: Path, jobs: Mapping[str, Job], done: Mapping[str, dict[str, Any]], workers: int) -> None:
         """A seed begins, or goes on."""
@@ -157,7 +155,7 @@ def _outcome(found: Mapping[str, Any]) -> str:
 
 
 def progress(folder: Path) -> dict[str, Any]:
-    """How far a job is: the newest row of its newest run, `done` steps over all its runs, `tokens`, its processor time."""
+    """How far a job is: the newest row of its newest run, `done` steps over all its runs, `tokens`."""
     newest: dict[str, Any] = {}
     done, tokens = 0, 0
     runs = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]  # no deeper: checkpoints come and go while one looks
@@ -166,8 +164,7 @@ def progress(folder: Path) -> dict[str, Any]:
         if row:
             newest, done = row, done + row["step"]
             tokens += row.get("read_tokens", row.get("tokens", 0)) * row["step"]  # about: steps are alike
-    meter = read(folder, METER) or {}
-    return {**newest, "done": done, "tokens": tokens, "cpu_seconds": meter.get("cpu_seconds", 0.0)}
+    return {**newest, "done": done, "tokens": tokens}
 
 
 def _last(path: Path) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS, ModelConfig, preset
 from gnomon.posttrain.distill import DistillConfig
 from gnomon.posttrain.effort import TauConfig
-from gnomon.posttrain.lab.domain import Effort
+from gnomon.posttrain.lab.words import EFFORTS, Effort
 from gnomon.posttrain.rl import RLConfig
 from gnomon.posttrain.sft import SFTConfig
 from gnomon.posttrain.teachers import TeacherConfig
 
-EFFORTS: tuple[Effort, ...] = ("low", "high", "max")
 LEAST_PROBLEMS = 300
 """Problems of a cell below which a report says that its intervals are wide."""
 

@@ -15,10 +15,10 @@ from gnomon.model import runs
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain.effort import CellTau, TauConfig
 from gnomon.posttrain.keeping import kept_folder
-from gnomon.posttrain.lab import scores
-from gnomon.posttrain.lab.desk import Desk, alarms, history, work
-from gnomon.posttrain.lab.domain import Effort
+from gnomon.posttrain.lab.desk import Desk, history, totals, work
+from gnomon.posttrain.lab.plan import expert_folder
 from gnomon.posttrain.lab.recipe import CellConfig
+from gnomon.posttrain.lab.words import Effort
 from gnomon.posttrain.rl import RLConfig, Start, train
 
 Cell = tuple[str, Effort]
@@ -32,7 +32,7 @@ def expert(desk: Desk) -> dict[str, Any]:
     if domain in desk.found("gate")["shut"]:
         return {"refused": True}
     own, cell = desk.recipe.domain(domain).cell(effort), (domain, effort)  # type: ignore[arg-type]
-    model = runs.load_model(kept_folder(desk.root / f"experts/{domain}-max", own.early))[0] if own.early else desk.cold_model()
+    model = runs.load_model(kept_folder(desk.root / expert_folder((domain, "max")), own.early))[0] if own.early else desk.cold_model()
     config = settings(desk.recipe.expert, own, stay=tuple(s for s in desk.job.settings.get("early", ()) if s))
     _train(desk, model, config, (cell,), desk.folder)  # type: ignore[arg-type]
     rows = history(desk.folder)
@@ -53,9 +53,7 @@ def _train(desk: Desk, model: Transformer, config: RLConfig, cells: Sequence[Cel
 
 def _told(desk: Desk, model: Transformer, rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> dict[str, Any]:
     """What a job of reinforcement reports: its compute, its alarms, and how good it is."""
-    return {"steps": len(rows), "work": work(rows), "tokens": sum(row["read_tokens"] for row in rows), "alarms": alarms(rows),
-            "largest_gap": max((row["gap"] for row in rows), default=0.0),
-            "cells": scores.evaluated(desk.recipe, model, desk.tasks, tuple(cells), desk.budgets(), seed=desk.seed)}
+    return {**totals(rows), "largest_gap": max((row["gap"] for row in rows), default=0.0), "cells": desk.scores(model, tuple(cells))}
 
 
 def spent(desk: Desk) -> tuple[int, dict[Cell, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gnomon import whole
 from gnomon.errors import ConfigError
 from gnomon.posttrain.lab import drawn
 from gnomon.posttrain.lab.findings import Findings, every
@@ -26,23 +27,17 @@ def write(recipe: LabRecipe) -> Path:
         raise ConfigError(f"'run' is '{recipe.run}', where no seed has begun; name the folder of a run of the lab, or start one")
     found = every(recipe, begun)
     table = {"tasks": recipe.tasks, "seeds": [each.to_json() for each in found]}
-    _put(recipe.run / "report.json", json.dumps(table, indent=1).encode())
+    whole.write(recipe.run / "report.json", json.dumps(table, indent=1))
     pictures = drawn.figures(recipe, found)
     for name, (_, picture) in pictures.items():
-        _put(recipe.run / f"{name}.png", picture)
-    _put(recipe.run / "report.html", page(recipe, found, {name: text for name, (text, _) in pictures.items()}).encode())
+        whole.write(recipe.run / f"{name}.png", picture)
+    whole.write(recipe.run / "report.html", page(recipe, found, {name: text for name, (text, _) in pictures.items()}))
     return recipe.run / "report.html"
-
-
-def _put(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
 
 
 def page(recipe: LabRecipe, found: Sequence[Findings], pictures: dict[str, str]) -> str:
     """The page; `pictures` are inline SVG by name."""
-    claims = [claim for each in found for claim in each.claims()]
+    claims = [claim for each in found for claim in each.claims]
     judged = [claim for claim in claims if claim.met is not None]
     missed = sum(claim.met is False for claim in judged)
     cpu = sum(row["cpu_seconds"] for each in found for row in each.costs())
@@ -79,13 +74,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _claims(found: Findings) -> str:
     words = {True: "reached", False: "missed", None: ""}
-    rows = [(each.what, each.asked, each.found, words[each.met]) for each in found.claims()]
+    rows = [(each.what, each.asked, each.found, words[each.met]) for each in found.claims]
     return _table((f"seed {found.seed}", "promised", "found", ""), rows)
 
 
 def _cells(found: Findings) -> str:
     rows, divergences = [], found.done.get("student", {}).get("divergences", {})
-    matrix = found.matrix()
+    matrix = found.matrix
     for cell in found.cells:
         shown = ["/".join(cell)]
         for name in ("gate", "teacher", "student", "export"):
@@ -103,7 +98,7 @@ def _cells(found: Findings) -> str:
 
 def _seesaw(found: Findings) -> str:
     rows = []
-    for row in found.seesaw():
+    for row in found.seesaw:
         share, work = row["share"], row["work"]
         rows.append((row["name"], f"{row['mean']:.3f} ({row['interval'][0]:.3f}–{row['interval'][1]:.3f})",
                      f"{share[0]:.0%} ({share[1]:.0%}–{share[2]:.0%})" if share else "", format_count(work) if work else "",

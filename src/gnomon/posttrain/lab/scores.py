@@ -16,7 +16,6 @@ import numpy as np
 from gnomon.agent.evaluate_intervals import Z_975, wilson
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain.effort import Budgets
-from gnomon.posttrain.grading import Grading
 from gnomon.posttrain.lab.recipe import LabRecipe
 from gnomon.posttrain.lab.tasks import Cells, Split, Tasks
 from gnomon.posttrain.policy import Sampler
@@ -81,9 +80,7 @@ def answers(sampling: SamplingConfig, sampler: Sampler, tasks: Tasks, cells: Cel
     source = tasks.problems(cells, seed, split)
     problems = [source.problem(i) for i in range(each * len(cells))]
     rollouts = [Rollout(problem=problem, group=i, member=0, seed=seed_of(seed, 11, i // len(cells))) for i, problem in enumerate(problems)]
-    with Grading(sampling.graders, sampling.grader_seconds) as grading:
-        sampler.sample(rollouts, on_finished=grading.submit)
-        return grading.collect()
+    return sampling.graded(sampler, rollouts)
 
 
 def scored(rollouts: Sequence[Rollout], budgets: Budgets | None, taus: Mapping[Cell, float]) -> dict[Cell, Scores]:

@@ -8,15 +8,15 @@ from typing import Literal
 
 from gnomon.posttrain.lab import agents, coding, general
 from gnomon.posttrain.lab.bench import Bench
-from gnomon.posttrain.lab.domain import Domain, Effort, Line
-from gnomon.posttrain.lab.words import EFFORTS
+from gnomon.posttrain.lab.domain import Domain, Line
+from gnomon.posttrain.lab.words import EFFORTS, Effort
 from gnomon.posttrain.problem import Problem
 
 DOMAIN: dict[str, Domain] = {"general": general.Domain(), "agents": agents.Domain(), "coding": coding.Domain()}
-CELLS: tuple[tuple[str, Effort], ...] = tuple((domain, effort) for domain in DOMAIN for effort in EFFORTS)  # type: ignore[misc]
+CELLS: tuple[tuple[str, Effort], ...] = tuple((domain, effort) for domain in DOMAIN for effort in EFFORTS)
 """All nine (domain, effort), in the order of reports."""
 
-EVEN = {"general": 1.0, "agents": 1.0, "coding": 1.0}
+EVEN = dict.fromkeys(DOMAIN, 1.0)
 """Shares of the domains in a text."""
 
 
@@ -43,4 +43,4 @@ def demonstration(index: int, *, seed: int, dense: float, shares: Mapping[str, f
     domain = DOMAIN[name]
     if rng.random() < dense:
         return domain.dense(rng)
-    return domain.demonstrated(domain.puzzle(rng), rng.choice(EFFORTS), rng)  # type: ignore[arg-type]
+    return domain.demonstrated(domain.puzzle(rng), rng.choice(EFFORTS), rng)

@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol
 from gnomon import extend
 from gnomon.errors import ConfigError
 from gnomon.posttrain.lab.bench import Bench
-from gnomon.posttrain.lab.domain import Effort, Line
-from gnomon.posttrain.lab.source import DOMAIN, Source, demonstration
+from gnomon.posttrain.lab.domain import Line
+from gnomon.posttrain.lab.source import DOMAIN, EVEN, Source, demonstration
+from gnomon.posttrain.lab.words import Effort
 from gnomon.posttrain.problem import ProblemSource
 
 Split = Literal["train", "gate", "test"]
@@ -49,7 +50,7 @@ class Lab:
 
     def demonstration(self, index: int, seed: int, dense: float, shares: Mapping[str, float]) -> Line:
         """See `source.demonstration`."""
-        return demonstration(index, seed=seed, dense=dense, shares=shares or dict.fromkeys(DOMAIN, 1.0))
+        return demonstration(index, seed=seed, dense=dense, shares=shares or EVEN)
 
     def problems(self, cells: Cells, seed: int, split: Split) -> ProblemSource:
         """See `source.Source`."""

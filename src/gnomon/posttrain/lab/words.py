@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 from gnomon.errors import DataError
 
@@ -14,7 +15,8 @@ DIGITS = tuple("0123456789")
 OPERATORS = ("+", "-", "*")
 LABELS = tuple("abcdefgh")
 DOMAINS = ("general", "agents", "coding")
-EFFORTS = ("low", "high", "max")
+Effort = Literal["low", "high", "max"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 MARKS = ("<pad>", "<bos>", "<eos>", "<eom>", "<think>", "<answer>", "<dense>")
 VERBS = ("get", "del", "biggest", "smallest", "holds", "yes", "no", "=", ";")
 SIZE = 64
