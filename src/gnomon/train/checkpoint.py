@@ -64,6 +64,7 @@ def written(run: Path, step: int, state: Mapping[str, Any], keep: int, *failures
     Raises `CheckpointError` for what `save` may meet, and for `failures` of another way to write.
     """
     folder, (target, partial), previous = folder_of(run), places(run, step), latest(run)
+    expected: tuple[type[BaseException], ...] = (OSError, SafetensorError, *failures)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(f"*{PARTIAL}"):
@@ -77,7 +78,7 @@ def written(run: Path, step: int, state: Mapping[str, Any], keep: int, *failures
             shutil.rmtree(target)
         partial.rename(target)
         _sync(folder)
-    except (OSError, SafetensorError, *failures) as error:
+    except expected as error:
         shutil.rmtree(partial, ignore_errors=True)
         kept = f"the previous one, {previous}, is whole" if previous else "there is no earlier one"
         raise CheckpointError(f"checkpoint of step {step} could not be written to {folder}: {error}; {kept}; "
