@@ -1,6 +1,8 @@
 """Parts of the lab that need no run: scores and their intervals, the coarse format, marks and digests, b0 that belongs to its weights."""
 
 import argparse
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from gnomon.posttrain.lab import plan, report
 from gnomon.posttrain.lab.cold import fake_two_bits
 from gnomon.posttrain.lab.desk import alarms, work
 from gnomon.posttrain.lab.findings import Findings
+from gnomon.posttrain.lab.progress import progress
 from gnomon.posttrain.lab.recipe import LabRecipe
 from gnomon.posttrain.lab.scores import Scores, mean_score, ratio
 from gnomon.posttrain.rl import RLConfig
@@ -174,3 +177,12 @@ def test_a_promise_is_no_smaller_where_there_are_fewer_cells(tmp_path: Path) -> 
 def test_a_report_of_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="where no seed has begun"):
         report.write(replace(LabRecipe(), run=tmp_path / "none"))
+
+
+def test_progress_is_that_of_the_newest_run(tmp_path: Path) -> None:
+    for at, (name, loss) in enumerate([("5-agents-high", 0.3), ("9-coding-low", 0.2)]):
+        (tmp_path / name).mkdir()
+        metrics = tmp_path / name / "metrics.jsonl"
+        metrics.write_text(json.dumps({"step": 4, "loss": loss, "tokens": 10}) + "\n")
+        os.utime(metrics, (at, at))
+    assert progress(tmp_path) == {"step": 4, "loss": 0.2, "tokens": 80, "done": 8}

@@ -159,7 +159,7 @@ def progress(folder: Path) -> dict[str, Any]:
     newest: dict[str, Any] = {}
     done, tokens = 0, 0
     runs = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]  # no deeper: checkpoints come and go while one looks
-    for path in sorted(runs, key=lambda path: (len(str(path)), str(path))):
+    for path in sorted(runs, key=lambda path: path.stat().st_mtime_ns):
         row = _last(path)
         if row:
             newest, done = row, done + row["step"]
