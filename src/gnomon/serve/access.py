@@ -20,6 +20,7 @@ from gnomon.serve.errors import Rejected
 from gnomon.serve.settings import AccessSettings, ServeSettings
 
 KEYS_VARIABLE = "GNOMON_API_KEYS"
+ADMIN = "/admin/"
 OPEN_PATHS = ("/", "/health", "/metrics", "/page.css", "/page.js", "/openapi.json")
 
 
@@ -28,6 +29,7 @@ class Access:
 
     def __init__(self, settings: AccessSettings, keys: Mapping[str, str]) -> None:
         self._keys = [(name, _digest(key)) for name, key in keys.items()]
+        self._admins = frozenset(settings.admins)
         self._origins = {origin.rstrip("/").lower() for origin in settings.origins}
 
     def check(self, path: str, headers: Mapping[str, str]) -> str | None:
@@ -35,6 +37,8 @@ class Access:
         name = None
         if self._keys and path not in OPEN_PATHS:
             name = self._named(headers)
+        if path.startswith(ADMIN) and name not in self._admins:
+            raise Rejected(403, "this key may not change the server; name it in access.admins", "not_an_admin")
         origin = headers.get("origin")
         if origin is not None and not self._may(origin.lower(), headers.get("host", "")):
             raise Rejected(403, f"requests from the page {origin[:100]} are not allowed; name it in access.origins", "origin_not_allowed")
@@ -78,6 +82,10 @@ def api_keys(settings: ServeSettings, environment: Mapping[str, str] | None = No
             keys[name] = key
     if any(len(key) < 8 for key in keys.values()):
         raise ConfigError("an API key has fewer than 8 characters; use long random ones: openssl rand -hex 24")
+    unknown = sorted(set(settings.access.admins) - keys.keys())
+    if unknown:
+        raise ConfigError(f"access.admins names {', '.join(unknown)}, and no API key has that name; write NAME:KEY in access.keys_file or "
+                          f"{KEYS_VARIABLE}")
     if not keys and not settings.access.without_keys and not is_loopback(settings.host):
         raise ConfigError(f"host = '{settings.host}' can be reached from other machines and there are no API keys; set access.keys_file or "
                           f"{KEYS_VARIABLE}, or access.without_keys=true")

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gnomon import __version__
 from gnomon.errors import GnomonError
-from gnomon.serve import api_answer, api_more, openapi
+from gnomon.serve import api_answer, api_more, exchange, openapi
 from gnomon.serve.access import Access
 from gnomon.serve.errors import CLIENT_GONE, Problem, problem
 from gnomon.serve.logs import RequestLog
@@ -52,6 +52,7 @@ def create_app(service: Service, access: Access, log: RequestLog) -> FastAPI:
     for path, dialect in api_answer.DIALECTS.items():
         app.add_api_route(path, api_answer.endpoint(service, dialect), methods=["POST"], **openapi.answering(path))
     api_more.add_routes(app, service)
+    exchange.add_route(app, service)
     app.add_exception_handler(GnomonError, _said)
     app.add_exception_handler(HTTPException, _http)
     app.add_middleware(Gate, access=access, log=log, service=service)

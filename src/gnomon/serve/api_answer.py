@@ -31,7 +31,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({
     "/v1/messages": anthropic,
 })
 QUIET_SECONDS = 15.0  # a stream that says nothing for so long sends a comment, so that proxies keep it open
-CACHED, NOTE = "x-gnomon-cached-tokens", "x-gnomon-cache-note"
+CACHED, NOTE, VERSION = "x-gnomon-cached-tokens", "x-gnomon-cache-note", "x-gnomon-policy-version"
 
 
 def dialect_of(path: str) -> Dialect:
@@ -80,7 +80,8 @@ async def _whole(service: Service, dialect: Dialect, answer: Answer, fields: dic
     ended.sort(key=lambda update: update.choice)
     choices = [Choice(index=e.choice, reply=e.reply, ending=e.ending, logprobs=tuple(logprobs.get(e.choice, ()))) for e in ended]
     body = dialect.whole(answer.asked, answer.head, choices, answer.cost())
-    return Response(encode_json(body), headers=_headers(answer.cost()), media_type="application/json")
+    headers = _headers(answer.cost()) | {VERSION: str(service.revision.version)}
+    return Response(encode_json(body), headers=headers, media_type="application/json")
 
 
 async def _chunks(service: Service, voice: tuple[Dialect, Stream], answer: Answer,

@@ -49,6 +49,7 @@ class _More:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._tokenizer = service.tokenizer.fingerprint
         folder = resources.files("gnomon.serve") / "page"
         self._files = {path: (folder / name).read_bytes() for path, (name, _) in PAGE.items()} if service.settings.page else {}
 
@@ -68,7 +69,9 @@ class _More:
         return {
             "id": service.name, "object": "model", "created": service.created, "owned_by": "gnomon", "type": "model",
             "display_name": service.name, "created_at": made, "max_model_len": service.context,
-            "chat_format": service.chat.name if service.chat else None,
+            "chat_format": service.chat.name if service.chat else None, "vocab_size": service.tokenizer.vocab_size,
+            "tokenizer_fingerprint": self._tokenizer, "weights_fingerprint": service.revision.fingerprint,
+            "policy_version": service.revision.version,
         }
 
     async def _read(self, request: Request, read: Callable[[Any], T]) -> T:

@@ -11,11 +11,12 @@ from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
 from gnomon.model.multimodal import PAD
 from gnomon.serve.engine import Engine
+from gnomon.serve.exchange import exchanging
 from gnomon.serve.live import LiveEngine
 from gnomon.serve.load import Loaded, load
 from gnomon.serve.prefix import PrefixCache
 from gnomon.serve.seeing import Sight
-from gnomon.serve.service import Service
+from gnomon.serve.service import Revision, Service
 from gnomon.serve.settings import ServeSettings
 
 
@@ -38,6 +39,9 @@ def service_of(model: Loaded, settings: ServeSettings) -> Iterator[Service]:
     service = Service(live, chat, model.tokenizer, settings, settings.name or model.name)
     pad = model.tokenizer.special_ids.get(PAD)
     service.sight = None if model.eye is None or pad is None else Sight(model.eye, pad, settings.sight)
+    service.revision = Revision(fingerprint=model.fingerprint)
+    if settings.access.reload_folders:
+        service.exchange = exchanging(model, live, settings.weights)
     live.start()
     try:
         yield service

@@ -148,6 +148,19 @@ class Engine:
         self.cache.clear()
         return self._take()
 
+    def exchange(self, runner: Runner) -> list[tuple[str, Event]]:
+        """Go on with other weights of the same shape. What runs ends with an error, and nothing that the old ones computed is kept.
+
+        Raises `ConfigError` for another shape, or where prefixes are on a disk: those belong to the weights.
+        """
+        if runner.config != self.runner.config or type(runner) is not type(self.runner):
+            raise ConfigError("the new weights have another shape than those that are served; start another server for them")
+        if self.cache.disk is not None:
+            raise ConfigError("'cache.folder' keeps prefixes of these weights; serve without it to exchange weights")
+        events = self.fail("the weights were exchanged while the request ran; ask again")
+        self.runner = runner
+        return events
+
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do."""

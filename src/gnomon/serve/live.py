@@ -18,6 +18,7 @@ from gnomon.errors import CapacityError, ConfigError, GnomonError
 from gnomon.serve.constrain import Constraint
 from gnomon.serve.engine import Engine, EngineStats
 from gnomon.serve.request import Event, Finished, Grammar, Request, Sampled
+from gnomon.serve.runner import Runner
 
 FAILURES = (GnomonError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, MemoryError,
             OSError)
@@ -96,6 +97,21 @@ class LiveEngine:
     def cancel(self, request_id: str) -> None:
         """End a request early; its stream still brings `Finished`."""
         self._do(lambda: _ignore(self._engine.cancel(request_id)))
+
+    def exchange(self, runner: Runner) -> None:
+        """Go on with other weights, as `Engine.exchange`; blocks until they are in place."""
+        done: Future[None] = Future()
+
+        def change() -> None:
+            try:
+                self._tell(self._engine.exchange(runner))
+            except GnomonError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._do(change)
+        done.result()
 
     async def _compiled(self, request: Request) -> Constraint | None:
         """The grammar of a request, compiled beside everything else. Raises `ConfigError` where that takes too long, and at once for one

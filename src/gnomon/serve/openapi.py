@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gnomon.data.dialects.openai_completions import MOST_LOGPROBS, MOST_PROMPTS
+from gnomon.data.dialects.openai_completions import MOST_LOGPROBS, MOST_PROMPTS, MOST_STOP_IDS
 from gnomon.data.dialects.openai_options import EFFORTS, MOST_CHOICES, MOST_STOPS, MOST_TOP_LOGPROBS, PRIORITIES
 
 Schema = dict[str, Any]
@@ -78,6 +78,7 @@ IDS = listed(integer(0, 2**31 - 1), 1)
 COMPLETION = table({
     **SAMPLING, "prompt": {"oneOf": [TEXT, IDS, listed(TEXT, 1, MOST_PROMPTS), listed(IDS, 1, MOST_PROMPTS)]},
     "max_tokens": integer(0, 2**31 - 1), "logprobs": integer(0, MOST_LOGPROBS), "echo": FLAG, "best_of": integer(1, MOST_CHOICES),
+    "stop_token_ids": listed(integer(0, 2**31 - 1), 0, MOST_STOP_IDS), "ignore_eos": FLAG, "first_draw": integer(0, 2**31 - 1),
 }, ("model", "prompt"), closed=True)
 # Of these two, what clients send most; the readers take everything that docs/serving.md lists.
 RESPONSE = table({

@@ -39,7 +39,7 @@ class Grammar:
 class Sampling:
     """How tokens are drawn, and when to stop. Temperature 0 is greedy.
 
-    The same seed and request give the same tokens whatever else runs: the draw at step i depends on `(seed, i)` alone.
+    The same seed and request give the same tokens whatever else runs: the draw at step i depends on `(seed, first_draw + i)` alone.
     """
 
     max_tokens: int = 256
@@ -52,6 +52,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    first_draw: int = 0
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
@@ -62,7 +63,8 @@ class Sampling:
             "max_tokens": self.max_tokens >= 1, "temperature": 0 <= self.temperature < math.inf, "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0, "min_p": 0 <= self.min_p <= 1, "repetition_penalty": 0 < self.repetition_penalty < math.inf,
             "presence_penalty": -2 <= self.presence_penalty <= 2, "frequency_penalty": -2 <= self.frequency_penalty <= 2,
-            "seed": 0 <= self.seed < 2**63, "top_logprobs": self.top_logprobs is None or 0 <= self.top_logprobs <= 20,
+            "seed": 0 <= self.seed < 2**63, "first_draw": 0 <= self.first_draw < 2**63,
+            "top_logprobs": self.top_logprobs is None or 0 <= self.top_logprobs <= 20,
         }
         for name, fits in ranges.items():
             if not fits:
@@ -73,7 +75,7 @@ LIMITS = {
     "max_tokens": "ask for at least 1", "temperature": "use 0 for greedy or a positive number", "top_p": "it must be in (0, 1]",
     "top_k": "use 0 for no limit or a positive number", "min_p": "it must be in [0, 1]", "repetition_penalty": "it must be positive",
     "presence_penalty": "it must be in [-2, 2]", "frequency_penalty": "it must be in [-2, 2]",
-    "seed": "use a number from 0 to 2^63 - 1", "top_logprobs": "it must be from 0 to 20",
+    "seed": "use a number from 0 to 2^63 - 1", "first_draw": "use a number from 0 to 2^63 - 1", "top_logprobs": "it must be from 0 to 20",
 }
 
 

@@ -50,7 +50,8 @@ class Sequence:
     def draw(self, row: int) -> Draw:
         """The next token, from this row of logits. Raises `ConfigError` when the grammar cannot go on."""
         allowed = None if self.constraint is None else self.constraint.allowed()
-        return Draw(row=row, step=self.outputs, sampling=self.request.sampling, bent=self.bent, allowed=allowed)
+        sampling = self.request.sampling
+        return Draw(row=row, step=sampling.first_draw + self.outputs, sampling=sampling, bent=self.bent, allowed=allowed)
 
     def take(self, token: int, limit: int) -> tuple[Reason | None, str | None]:
         """Add a sampled token; why the sequence ends with it, if it does, and the stop string. `limit` is the context's."""

@@ -11,7 +11,8 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from gnomon.data.chat import ChatFormat
@@ -47,6 +48,14 @@ class LiveEngine(Events, Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revision:
+    """The weights that answer: a name for their bits where it is known, and the version that a trainer gave them."""
+
+    fingerprint: str = ""
+    version: int = 0
+
+
 class Service:
     """A model that answers. Used inside one event loop; `close` when it ends."""
 
@@ -58,6 +67,8 @@ class Service:
         self.name = name
         self.created = int(time.time())
         self.sight: Sight | None = None
+        self.revision = Revision()
+        self.exchange: Callable[[Path, int], Revision] | None = None
         self.admission = Admission(settings.admission)
         self.metrics = Metrics(self.admission, engine.stats)
         self._source = Source(events=engine, tokenizer=tokenizer, between_tokens=self.metrics.between_tokens.observe)
@@ -150,7 +161,7 @@ class Service:
                 raise Refused(f"'prompt' has the token id {wrong[0]}; ids are from 0 to {self.tokenizer.vocab_size - 1}", "prompt")
         if not tokens:
             raise Refused("'prompt' is empty; give at least one token", "prompt")
-        stop_ids = frozenset(self.tokenizer.stop_ids)
+        stop_ids = frozenset(asked.stop_token_ids) | frozenset(() if asked.ignore_eos else self.tokenizer.stop_ids)
         return Prompt(tokens=tokens, parser=lambda: PlainText(self.tokenizer, stop_ids), stop_ids=stop_ids,
                       text=self.tokenizer.decode(tokens) if asked.echo else "")
 
@@ -171,7 +182,8 @@ class Service:
             top_k=_given(asked.top_k, defaults.top_k), min_p=_given(asked.min_p, defaults.min_p),
             repetition_penalty=_given(asked.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_given(asked.presence_penalty, 0.0), frequency_penalty=_given(asked.frequency_penalty, 0.0),
-            logit_bias=asked.logit_bias, seed=seed, stop_ids=prompt.stop_ids, top_logprobs=asked.top_logprobs, grammar=self._grammar(asked),
+            logit_bias=asked.logit_bias, seed=seed, first_draw=asked.first_draw,
+            stop_ids=prompt.stop_ids, top_logprobs=asked.top_logprobs, grammar=self._grammar(asked),
         )
         return Request(
             id=name, prompt=prompt.tokens, sampling=sampling, boundaries=prompt.boundaries, priority=asked.priority, salt=asked.salt,

@@ -85,6 +85,12 @@ class AccessSettings:
     without_keys: bool = setting(False, "allow an address other machines can reach although there are no keys")
     origins: tuple[str, ...] = setting((), "web pages that may send requests, as https://chat.example.org, beside this server's own")
     metrics: bool = setting(True, "answer /metrics, which needs no key")
+    admins: tuple[str, ...] = setting((), "names of the keys that may exchange the weights")
+    reload_folders: tuple[Path, ...] = setting((), "folders whose checkpoints POST /admin/reload may take; empty: there is no such route")
+
+    def __post_init__(self) -> None:
+        if self.reload_folders and not self.admins:
+            raise ConfigError("'reload_folders' names folders and 'admins' no key; name the key that may exchange the weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,9 @@ class Refused(ConfigError):
 class Asked:
     """A request. Either `conversation` is given, or `prompts`: texts or token ids to continue as they are.
 
-    None is "not said": the service's own settings decide. `stop` cuts the answer's text, never the thinking. `top_logprobs` None wants no
+    None is "not said": the service's own settings decide. `stop` cuts the answer's text, never the thinking; `stop_token_ids` end the
+    sequence itself, beside those of the vocabulary unless `ignore_eos`. `first_draw` numbers the first draw of `seed`, for a sequence that
+    goes on with what was sampled before. `top_logprobs` None wants no
     log-probabilities, 0 those of the sampled tokens alone. `session` names what belongs together, for a router. `parallel_calls` False
     ends the reply after its first call. `regex` binds the answer to a regular expression. `echo` repeats the prompt before the
     continuation, and with log-probabilities gives those of the prompt too.
@@ -50,6 +52,9 @@ class Asked:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    first_draw: int = 0
     n: int = 1
     stream: bool = False
     include_usage: bool = False

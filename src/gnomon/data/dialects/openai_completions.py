@@ -2,7 +2,9 @@
 
 Token ids in `prompt` and `token_ids` beside the log-probabilities (an extension) make this the door for programs that measure a model.
 With `echo` and `logprobs` the prompt's own log-probabilities come back; their alternatives are not kept and are null. `max_tokens` 0 goes
-with `echo`: score the prompt and add nothing. Read next: `openai_options.py`.
+with `echo`: score the prompt and add nothing. `stop_token_ids` and `ignore_eos` are named as in other servers of this API; `first_draw` is
+ours: the number of the first draw under `seed`, so that a sequence that is asked for in pieces is the one that is asked for at once.
+Read next: `openai_options.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ __all__ = ["Stream", "error", "read", "stream", "whole"]
 MOST_PROMPTS = 128
 DEFAULT_TOKENS = 16  # OpenAI's
 MOST_LOGPROBS = 20
+MOST_STOP_IDS = 256
 
 
 def read(body: Mapping[str, Any]) -> Asked:
@@ -34,9 +37,22 @@ def read(body: Mapping[str, Any]) -> Asked:
         raise Refused(f"'best_of' is {best}; every choice is returned: leave it out, or make it 'n' ({chosen['n']})", "best_of")
     fields.refuse("suffix", "is not supported: the model only continues; leave it out")
     asked = Asked(prompts=prompts(fields), max_tokens=DEFAULT_TOKENS if tokens is None else tokens, echo=echo,
-                  top_logprobs=fields.integer("logprobs", 0, MOST_LOGPROBS), **chosen)
+                  top_logprobs=fields.integer("logprobs", 0, MOST_LOGPROBS), stop_token_ids=_stop_ids(fields),
+                  ignore_eos=bool(fields.flag("ignore_eos")),
+                  first_draw=fields.integer("first_draw", 0, options.MOST_TOKENS) or 0, **chosen)
     fields.refuse_rest()
     return asked
+
+
+def _stop_ids(fields: Fields) -> tuple[int, ...]:
+    value = fields.get("stop_token_ids")
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(_is_id(item) and 0 <= item <= options.MOST_TOKENS for item in value):
+        raise wrong("stop_token_ids", value, "a list of token ids")
+    if len(value) > MOST_STOP_IDS:
+        raise Refused(f"'stop_token_ids' has {len(value)} ids; give at most {MOST_STOP_IDS}", "stop_token_ids")
+    return tuple(value)
 
 
 def prompts(fields: Fields, name: str = "prompt") -> tuple[str | tuple[int, ...], ...]:
