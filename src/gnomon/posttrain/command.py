@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gnomon.model.transformer import Transformer
     from gnomon.posttrain.effort import Budgets
+    from gnomon.posttrain.opening import Makes
+    from gnomon.posttrain.policy import AnySampler
     from gnomon.posttrain.problem import ProblemSource
     from gnomon.posttrain.recipe import RLRecipe
     from gnomon.posttrain.rollout import Rollout
+    from gnomon.posttrain.tournament import Tournament
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +57,12 @@ def rl(parsed: argparse.Namespace) -> None:
     recipe, say = load_rl(parsed.recipe, tuple(parsed.overrides)), _say()
     model, folder = starting(recipe.start_from)
     keep_tokenizer(folder, recipe.run)
-    source = source_of(recipe.problems)
+    source, make = _problems(recipe)
     cold = model if recipe.cold_start is None else starting(recipe.cold_start)[0]
     if recipe.gate and latest(recipe.run) is None:
         _ask(recipe, cold, source, say)
-    start = Start(model=model, source=source, budgets=_budgets(recipe, cold, source, say), seed=recipe.seed, say=say)
+    start = Start(model=model, source=source, budgets=_budgets(recipe, cold, source, say), seed=recipe.seed, say=say, sampler=make,
+                  tournament=_tournament(recipe, cold, source))
     rows = train(start, recipe.train, recipe.run)
     for row in rows[-1:]:
         say(f"{recipe.run}: accuracy {row['accuracy']:.2f}, within budget {row['score']:.2f}, T {row['spent']:.1f}")
@@ -133,12 +138,42 @@ def source_of(name: str) -> ProblemSource:
     return made
 
 
+def _problems(recipe: RLRecipe) -> tuple[ProblemSource, Makes | None]:
+    """The problems of a recipe, and what makes their sampler where they need one of their own."""
+    if recipe.agents is not None:
+        from gnomon.posttrain import opening
+
+        return opening.agents(recipe.agents, recipe.train.sampling, recipe.run)
+    assert recipe.problems is not None
+    return source_of(recipe.problems), None
+
+
+def _sampler(recipe: RLRecipe, cold: Transformer) -> AnySampler:
+    """A sampler of the cold start."""
+    make = _problems(recipe)[1] or recipe.train.sampling.sampler
+    return make(cold, 0, recipe.run)
+
+
+def _tournament(recipe: RLRecipe, cold: Transformer, source: ProblemSource) -> Tournament | None:
+    """The tournament of a recipe, or None where it is off."""
+    if recipe.tournament is None:
+        return None
+    from gnomon.posttrain import opening
+
+    def measured() -> list[Rollout]:
+        with closing(_sampler(recipe, cold)) as sampler:
+            return list(sampler.sample(_fresh(recipe, source, recipe.budget_rollouts, 10)).finished)
+
+    return opening.tournament(recipe.tournament, recipe.run, cold, measured)
+
+
 def _ask(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: Any) -> None:
     """The gate: is the cold start more often right where it thinks longer? Raises `TrainingError` with the picture's place where not."""
     from gnomon.posttrain import gate
 
     sampling = recipe.train.sampling
-    rollouts = sampling.graded(sampling.sampler(cold, 0), _fresh(recipe, source, recipe.gate, 8))
+    with closing(_sampler(recipe, cold)) as sampler:
+        rollouts = sampling.graded(sampler, _fresh(recipe, source, recipe.gate, 8))
     gates = gate.by_domain(dict.fromkeys(each.problem.domain for each in rollouts), rollouts)
     picture = recipe.run / "gate.svg"
     recipe.run.mkdir(parents=True, exist_ok=True)
@@ -170,7 +205,8 @@ def _budgets(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: An
                               "checkpoint that it was measured on as 'cold_start', or another file, to measure anew")
         return known
     rollouts = _fresh(recipe, source, recipe.budget_rollouts, 9)
-    found = effort.measure(recipe.train.sampling.sampler(cold, 0).sample(rollouts).finished, name)
+    with closing(_sampler(recipe, cold)) as sampler:
+        found = effort.measure(sampler.sample(rollouts).finished, name)
     recipe.budgets.parent.mkdir(parents=True, exist_ok=True)
     found.save(recipe.budgets)
     shown = ", ".join(f"{domain}/{kind} {tokens:.1f}" for (domain, kind), tokens in sorted(found.tokens.items()))

@@ -2,7 +2,8 @@
 
 A chat file has a JSON object per line with `messages` as OpenAI writes them (and `tools`, `reasoning_effort`). Messages are encoded by the
 tokenizer's chat format; only what assistants wrote is learnt, without stand-ins for arguments that were no JSON. A trajectory that has
-the ids that were sampled is learnt from as it is: nothing is encoded again. Read next: `sft.py`.
+the ids that were sampled is learnt from as it is: nothing is encoded again; so is a line of `collecting.py`, which has `token_ids` and a
+`loss_mask`. Read next: `sft.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from gnomon.agent import trajectory_file
 from gnomon.agent.fields import parsed
-from gnomon.agent.trajectory import Trajectory
+from gnomon.agent.trajectory import Span, Trajectory
 from gnomon.data.chat import ChatFormat, Encoded
 from gnomon.data.dialects import openai_chat
 from gnomon.data.dialects.fields import Fields
@@ -69,13 +70,23 @@ def _record(record: Any, where: str, form: ChatFormat) -> Iterator[Example]:
         if str(record.get("schema_version", "")).startswith("ATIF"):
             for document in (record, *record.get("subagent_trajectories", ())):
                 yield encoded(form.encode(_from_atif(document), generate=False))
+        elif "token_ids" in record:
+            yield _sampled(record)
         elif "messages" in record:
             yield encoded(form.encode(_from_chat(record), generate=False))
         else:
-            raise DataError("has neither 'messages' nor an ATIF 'schema_version'")
+            raise DataError("has neither 'messages' nor 'token_ids' nor an ATIF 'schema_version'")
     except (ConfigError, DataError, KeyError, TypeError, AttributeError) as error:
         what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{where}: {what}") from None
+
+
+def _sampled(record: Mapping[str, Any]) -> Example:
+    """Ids with a string of 0 and 1. Raises `DataError` for ids that are none, or flags that are not one for each."""
+    ids, flags = Span(token_ids=tuple(record["token_ids"])).token_ids, str(record["loss_mask"])
+    if len(flags) != len(ids) or flags.strip("01") or "1" not in flags or flags[:1] != "0":
+        raise DataError(f"'loss_mask' has {len(flags)} flags for {len(ids)} ids; it is a string of 0 and 1, the first one 0")
+    return Example(token_ids=ids, weights=tuple(float(flag) for flag in flags))
 
 
 def encoded(what: Encoded) -> Example:

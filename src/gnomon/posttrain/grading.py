@@ -24,6 +24,8 @@ from gnomon.posttrain.rollout import Rollout
 FAILURES = (GnomonError, ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What a grader may raise: it is somebody else's program, and its mistakes are not the run's."""
 
+UNJUDGED = Score(reward=None, error="the problem has no grader; its group is judged as a whole, or not at all")
+
 Key = tuple[int, int]
 
 
@@ -128,7 +130,8 @@ def _work(todo: queue.SimpleQueue[_Job | None]) -> None:
     while (job := todo.get()) is not None:
         job.started = time.monotonic()
         try:
-            job.result.set_result(job.rollout.problem.grade(job.rollout.sampled, job.world))
+            grade = job.rollout.problem.grade
+            job.result.set_result(UNJUDGED if grade is None else grade(job.rollout.sampled, job.world))
         except FAILURES as error:
             job.result.set_exception(error)
         finally:

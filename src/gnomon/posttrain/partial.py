@@ -17,7 +17,7 @@ from gnomon.config import setting
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.posttrain import rollout as records
 from gnomon.posttrain.grading import Grading, Ungraded
-from gnomon.posttrain.policy import Sampler
+from gnomon.posttrain.policy import AnySampler
 from gnomon.posttrain.problem import Problem, ProblemSource
 from gnomon.posttrain.rollout import Rollout, seed_of
 
@@ -70,7 +70,7 @@ class Pool:
         self.waiting: list[Rollout] = []  # unfinished, in the order in which they are resumed
         self.done: dict[int, list[Rollout]] = {}
 
-    def iterate(self, sampler: Sampler, grading: Grading | Ungraded) -> Iteration:
+    def iterate(self, sampler: AnySampler, grading: Grading | Ungraded) -> Iteration:
         """One iteration; at least one group is complete at its end, however long that takes."""
         self._fill()
         carried = sum(1 for rollout in self.waiting if rollout.spans)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,6 +47,24 @@ class Sampled:
     tokens: int
 
 
+class AnySampler(Protocol):
+    """Whatever samples rollouts: `Sampler` here, servers in `remote.py`."""
+
+    version: int
+
+    def load(self, model: Transformer, version: int) -> None:
+        """Take the weights that the model has now; spans sampled from here on carry `version`."""
+        ...
+
+    def sample(self, rollouts: Sequence[Rollout], *, enough: int | None = None, on_finished: Finished | None = None) -> Sampled:
+        """Let the rollouts grow until `enough` of them have finished (None: all)."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
 class Sampler:
     """Samples rollouts from one model's weights; `load` puts newer weights in their place.
 
@@ -78,6 +97,9 @@ class Sampler:
         while len(work.finished) < wanted and work.step():
             pass
         return Sampled(finished=tuple(work.finished), unfinished=work.put_aside(), steps=work.steps, tokens=work.tokens)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     @property
     def pages(self) -> int:

@@ -43,14 +43,15 @@ class Problem:
     `kind` names the class of problems that share a token budget b0 within a domain. A rollout ends at a sampled id of `stop_ids` (kept in
     the answer), when the world says so, or after `max_tokens` sampled ids, which is the policy's failure to stop. `think_end` is the id
     that ends the thinking: only what was sampled before it counts towards the budget (general tasks); None counts everything that was
-    sampled (agent tasks). `begin(state)` opens the world, anew for None. `room` bounds the ids that the world says in all.
+    sampled (agent tasks). `grade` None: nothing can tell how good an answer is but others of its group (`tournament.py`). `held_out`: it is
+    scored and not learnt from. `begin(state)` opens the world, anew for None. `room` bounds the ids that the world says in all.
     """
 
     id: str
     prompt: tuple[int, ...]
     domain: str
     effort: str
-    grade: Grader
+    grade: Grader | None
     kind: str = ""
     max_tokens: int = 128
     stop_ids: frozenset[int] = frozenset()
@@ -58,6 +59,7 @@ class Problem:
     begin: Callable[[Any], Episode] | None = None
     asks: frozenset[int] = frozenset()
     room: int = 0
+    held_out: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -14,10 +14,12 @@ from gnomon import config as toml
 from gnomon.config import setting
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS
+from gnomon.posttrain.agentic import AgentsConfig
 from gnomon.posttrain.distill import DistillConfig
 from gnomon.posttrain.rl import RLConfig
 from gnomon.posttrain.sft import SFTConfig
 from gnomon.posttrain.teachers import TeacherConfig
+from gnomon.posttrain.tournament import TournamentConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,9 @@ class RLRecipe:
     run: Path = setting(Path("runs/rl"), "folder of the run")
     seed: int = setting(0, "decides every draw")
     start_from: Path = setting(doc="run folder whose weights are taken")
-    problems: str = setting(doc="dotted path your_pkg.tasks:Source")
+    problems: str | None = setting(None, "dotted path your_pkg.tasks:Source")
+    agents: AgentsConfig | None = setting(None, "in the place of problems: tasks that agents attempt; needs train.sampling.remote")
+    tournament: TournamentConfig | None = setting(None, "judges answers to problems without a grader within their group; none: off")
     budgets: Path | None = setting(None, "file of b0, measured on the cold start if it is not there yet; none: no budget binds")
     budget_rollouts: int = setting(300, "rollouts of the cold start that b0 is measured on")
     cold_start: Path | None = setting(None, "run folder that b0 belongs to; none: start_from")
@@ -55,6 +59,10 @@ class RLRecipe:
     def __post_init__(self) -> None:
         if self.budget_rollouts < 1 or self.gate < 0:
             raise ConfigError(f"'budget_rollouts' {self.budget_rollouts} must be at least 1 and 'gate' {self.gate} not negative")
+        if (self.problems is None) == (self.agents is None):
+            raise ConfigError(f"the recipe has {'neither' if self.agents is None else 'both'} 'problems' and 'agents'; give one of them")
+        if self.agents is not None and self.train.sampling.remote is None:
+            raise ConfigError("'agents' are answered by servers; name them in 'train.sampling.remote'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

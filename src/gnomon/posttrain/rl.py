@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,18 @@ from gnomon.config import setting
 from gnomon.errors import ConfigError
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain import effort, learner, objective
+from gnomon.posttrain.collecting import CollectConfig, collect
 from gnomon.posttrain.effort import Budgets, CellTau, Tau, TauConfig
 from gnomon.posttrain.grading import Grading
 from gnomon.posttrain.keeping import KeepConfig, Kept
 from gnomon.posttrain.learner import Document, Learner, LearnerConfig
 from gnomon.posttrain.objective import ObjectiveConfig
 from gnomon.posttrain.partial import Group, Iteration, Pool, PoolConfig
-from gnomon.posttrain.policy import Sampler
+from gnomon.posttrain.policy import AnySampler, Sampler
 from gnomon.posttrain.problem import ProblemSource
+from gnomon.posttrain.remote import RemoteConfig, RemoteSampler
 from gnomon.posttrain.rollout import Rollout, seed_of
+from gnomon.posttrain.tournament import Tournament
 from gnomon.posttrain.watch import Watch
 
 Say = Callable[[str], None]
@@ -47,12 +51,17 @@ class SamplingConfig:
     cache_tokens: int = setting(65_536, "ids of all rollouts at work; more wait until some have finished")
     graders: int = setting(2, "threads that grade")
     grader_seconds: float = setting(60.0, "a grader that takes longer is given up; its rollout is left out")
+    remote: RemoteConfig | None = setting(None, "servers that sample in the place of this process")
 
-    def sampler(self, model: Transformer, version: int) -> Sampler:
-        """A sampler of these settings."""
+    def sampler(self, model: Transformer, version: int, run: Path | None = None) -> AnySampler:
+        """A sampler of these settings; `run` is the folder of the run, which servers take weights from."""
+        if self.remote is not None:
+            if run is None:
+                raise ConfigError("'sampling.remote' is set, and nothing is sampled from servers here; leave it out")
+            return RemoteSampler(model, self.remote, run, temperature=self.temperature, version=version)
         return Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version)
 
-    def graded(self, sampler: Sampler, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def graded(self, sampler: AnySampler, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts, finished and graded, by group and member."""
         with Grading(self.graders, self.grader_seconds) as grading:
             sampler.sample(rollouts, on_finished=grading.submit)
@@ -73,6 +82,7 @@ class RLConfig:
     cells: tuple[CellTau, ...] = setting((), "cells with a tau of their own, for a run over several")
     largest_gap: float = setting(1e-3, "alarm when trainer and sampler differ by more than this log-probability on average")
     keep: KeepConfig = setting(KeepConfig(), "checkpoints")
+    collect: CollectConfig = setting(CollectConfig(), "rollouts that are kept for a further fine-tuning")
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.updates < 1:
@@ -93,13 +103,19 @@ class RLConfig:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Start:
-    """What a run begins with: weights, problems, the budgets of its cold start (None: no budget binds), and the seed of every draw."""
+    """What a run begins with: weights, problems, the budgets of its cold start (None: no budget binds), and the seed of every draw.
+
+    `sampler` makes the sampler of (model, version, run folder) where the settings' own will not do, and `tournament` judges problems that
+    have no grader.
+    """
 
     model: Transformer
     source: ProblemSource
     budgets: Budgets | None = None
     seed: int = 0
     say: Say = field(default=lambda _: None)
+    sampler: Callable[[Transformer, int, Path], AnySampler] | None = None
+    tournament: Tournament | None = None
 
 
 def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = None) -> list[dict[str, Any]]:
@@ -116,22 +132,42 @@ def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = Non
     kept = Kept(folder=folder, config=config.keep, learner=made, seed=start.seed, memory={"pool": pool, "watch": watch}, recipe=recipe)
     done, offset = kept.begin()
     rows = []
-    with kept.metrics(offset, done) as metrics, Grading(config.sampling.graders, config.sampling.grader_seconds) as grading:
-        sampler = config.sampling.sampler(made.model, done)
+    make = start.sampler or config.sampling.sampler
+    with (kept.metrics(offset, done) as metrics, Grading(config.sampling.graders, config.sampling.grader_seconds) as grading,
+          closing(make(made.model, done, folder)) as sampler):
         for step in range(done, config.steps):
             began = time.perf_counter()
             sampler.load(made.model, step)
-            iteration = pool.iterate(sampler, grading)
+            iteration, kept_out = apart(pool.iterate(sampler, grading), start.tournament)
             sampled = time.perf_counter() - began
             tau = config.tau.at(step, config.steps)
             row = {"step": step + 1, "tau": None if math.isinf(tau) else tau, **learn(made, iteration, start, config, step)}
-            row |= watch.look(row, start.say)
+            row |= held_out(kept_out, start.budgets, config.tau_at(step)) | watch.look(row, start.say)
+            collect(iteration.groups, config.collect, folder, step + 1, config.steps)
             row |= {"sampling_seconds": sampled, "seconds": time.perf_counter() - began}
             metrics.write(row)
             rows.append(row)
             if kept.due(step + 1, config.steps):
                 kept.save(step + 1, metrics)
     return rows
+
+
+def apart(iteration: Iteration, tournament: Tournament | None) -> tuple[Iteration, Iteration]:
+    """What is learnt from and what is held out, both with rewards. Raises `ConfigError` for a problem that nobody can judge."""
+    if tournament is not None:
+        iteration = replace(iteration, groups=tuple(tournament.judged(iteration.groups)))
+    elif unjudged := [group.problem.id for group in iteration.groups if group.problem.grade is None]:
+        raise ConfigError(f"problem {unjudged[0]} has no grader; give it one, or let its group be judged ('tournament')")
+    learnt, kept = (tuple(group for group in iteration.groups if group.problem.held_out == out) for out in (False, True))
+    return replace(iteration, groups=learnt), replace(iteration, groups=kept)
+
+
+def held_out(iteration: Iteration, budgets: Budgets | None, tau: Tau) -> dict[str, Any]:
+    """How good the answers were that are held out, beside those that are learnt from."""
+    if not iteration.groups:
+        return {}
+    found = _measured(iteration, budgets, tau)
+    return {f"held_out_{name}": found[name] for name in ("accuracy", "reward", "score", "spent", "groups", "tokens")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -171,6 +207,7 @@ def learn(made: Learner, iteration: Iteration, start: Start, config: RLConfig, s
     """The updates of one iteration; returns its metrics."""
     tau, groups, seen = config.tau_at(step), iteration.groups, Seen()
     rewards = torch.tensor([[_reward(r, start, tau, step, config) for r in group.rollouts] for group in groups], dtype=torch.float64)
+    rewards = rewards.reshape(len(groups), config.pool.group_size)  # also where all that came is held out
     advantages = objective.group_advantages(rewards, config.objective)
     order = np.random.default_rng(seed_of(start.seed, step, 1)).permutation(len(groups)).tolist()
     rate = made.rate()
@@ -178,7 +215,7 @@ def learn(made: Learner, iteration: Iteration, start: Start, config: RLConfig, s
         chosen = order[part :: config.updates]
         pieces = _pieces([groups[i] for i in chosen], advantages[chosen], rewards[chosen], config, step)
         seen.norms.append(made.update(pieces, lambda piece, part=part: _loss(made, piece, config, seen, part == 0)))  # type: ignore[misc]
-    signal = (advantages != 0).any(1).double().mean().item()
+    signal = (advantages != 0).any(1).double().mean().item() if groups else 0.0
     return _measured(iteration, start.budgets, tau) | seen.row() | {"signal": signal, "learning_rate": rate}
 
 

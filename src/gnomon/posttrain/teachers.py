@@ -1,8 +1,8 @@
-"""Who teaches what: a checkpoint for each (domain, effort), all of them in the memory of one (report §4.1.3, eq. 15).
+"""Who teaches what: for each (domain, effort) a checkpoint, an adapter on one, or a server (report §4.1.3, eq. 15).
 
-Routing is strict: a pair that no teacher has raises, and so does a teacher whose ids mean something else. Teachers share one network whose
-weights are read in turn; a batch is sorted by teacher, so each is read at most once. What a teacher said about the same ids is kept, by
-the content of both. Read next: `distill.py`.
+Routing is strict: a pair that no teacher has raises, and so does a teacher whose ids mean something else. Teachers that are here share one
+network in which they sit in turn; a batch is sorted by teacher, so each is read at most once. What a teacher said about the same ids is
+kept, by the content of both. Read next: `seat.py`, `remote_teacher.py`, `distill.py`.
 """
 
 from __future__ import annotations
@@ -10,72 +10,88 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from gnomon import config as toml
 from gnomon.config import setting
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model import runs
 from gnomon.model.config import PRESETS, ModelConfig
-from gnomon.model.transformer import Transformer
-from gnomon.posttrain.learner import Document, hidden_states, in_pieces, stream
+from gnomon.posttrain.endpoint import Endpoint, EndpointConfig
+from gnomon.posttrain.learner import Document
+from gnomon.posttrain.remote_teacher import RemoteTeacher
+from gnomon.posttrain.seat import Seat, all_scores, seated
+from gnomon.posttrain.teaching import Mode, Said, Teacher
+
+__all__ = ["Cell", "Mode", "Said", "TeacherConfig", "Teachers", "all_scores", "digest_of", "routed", "shape_of"]
 
 Cell = tuple[str, str]
-Mode = Literal["sampled", "topk", "full"]
-MICRO_TOKENS = 16_384
 REMEMBERED_BYTES = 1 << 28
 """Of what teachers said: whole vocabularies of many documents would fill any memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig:
-    """One teacher."""
+    """One teacher: a run, an adapter on a run, or a server."""
 
     domain: str = setting(doc="domain that it teaches")
     effort: str = setting(doc="effort that it teaches")
-    run: Path = setting(doc="its run folder; the newest checkpoint counts")
+    run: Path | None = setting(None, "its run folder; the newest checkpoint counts")
+    adapter: Path | None = setting(None, "folder of a LoRA adapter on `run`, in PEFT's layout")
+    endpoint: EndpointConfig | None = setting(None, "a server that scores ids, in the place of a run")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Said:
-    """What a teacher says about a document: log-probabilities of its sampled ids; with `topk` also the likeliest `ids` [n, k] of each
-    place with their `scores`; with `full` `scores` [n, V] of the whole vocabulary."""
-
-    logprobs: Float[Tensor, "n"]
-    scores: Float[Tensor, "n k"] | None = None
-    ids: Int[Tensor, "n k"] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """What is held."""
-        return sum(t.nbytes for t in (self.logprobs, self.scores, self.ids) if t is not None)
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.endpoint is None):
+            raise ConfigError(f"teacher {self.domain}/{self.effort} has {'neither' if self.run is None else 'both'} 'run' and 'endpoint'; "
+                              "give one of them")
+        if self.adapter is not None and self.run is None:
+            raise ConfigError(f"teacher {self.domain}/{self.effort} has an 'adapter' and no 'run'; name the run that it belongs to")
 
 
 class Teachers:
     """All teachers of a run. `student` is the folder whose tokenizer the ids belong to, where there is one.
 
-    Raises `ConfigError` for a cell with two teachers, or a teacher whose vocabulary, special ids or tokenizer are not the student's.
+    Raises `ConfigError` for a cell with two teachers, or a teacher whose vocabulary, special ids or tokenizer are not the student's;
+    `PolicyError` for a server that does not answer.
     """
 
     def __init__(self, configs: Sequence[TeacherConfig], student: ModelConfig, *, tokenizer: Path | None = None, temperature: float = 1.0,
                  remembered: int = 4096, device: torch.device | str = "cpu") -> None:
-        self.where: dict[Cell, Path] = {}
+        self.temperature, self.remembered = temperature, remembered
+        self.where: dict[Cell, Teacher] = {}
+        self.checkpoints: dict[Path, Path] = {}
+        self._seat = Seat(student, device)
+        made: dict[TeacherConfig, Teacher] = {}
         for each in configs:
-            if (each.domain, each.effort) in self.where:
+            cell = each.domain, each.effort
+            if cell in self.where:
                 raise ConfigError(f"'teachers' names {each.domain}/{each.effort} twice; one teacher scores a sample")
-            self.where[each.domain, each.effort] = each.run
-        self.temperature, self.remembered, self.device = temperature, remembered, device
-        self.checkpoints = {run: _checked(run, student, tokenizer) for run in dict.fromkeys(self.where.values())}
-        self._network: Transformer | None = None
-        self._holds: Path | None = None
+            key = replace(each, domain="", effort="")
+            if key not in made:
+                made[key] = self._made(each, student, tokenizer)
+            self.where[cell] = made[key]
         self._said: OrderedDict[bytes, Said] = OrderedDict()
-        self._bytes = self.reads = self.hits = 0
+        self._bytes = self.hits = 0
+
+    def _made(self, config: TeacherConfig, student: ModelConfig, tokenizer: Path | None) -> Teacher:
+        if config.endpoint is not None:
+            return RemoteTeacher(Endpoint(config.endpoint), tokenizer)
+        assert config.run is not None
+        if config.run not in self.checkpoints:
+            self.checkpoints[config.run] = _checked(config.run, student, tokenizer)
+        return seated(self._seat, self.checkpoints[config.run], config.adapter)
+
+    @property
+    def reads(self) -> int:
+        """Checkpoints that were read from the disk."""
+        return self._seat.reads
+
+    def names(self) -> dict[str, str]:
+        """What tells each cell's teacher from others."""
+        return {"/".join(cell): teacher.name for cell, teacher in sorted(self.where.items())}
 
     def score(self, documents: Sequence[tuple[Cell, Document]], mode: Mode = "sampled", k: int = 64) -> list[Said]:
         """What the teacher of each document's cell says about it. Raises `ConfigError` for a cell without a teacher."""
@@ -86,14 +102,14 @@ class Teachers:
         keys = [self._key(cell, document, mode, k) for cell, document in documents]
         found = {key: self._said[key] for key in keys if key in self._said}
         self.hits += sum(key in found for key in keys)
-        by_run: dict[Path, list[int]] = {}
+        by_teacher: dict[str, tuple[Teacher, list[int]]] = {}
         for index, ((cell, _), key) in enumerate(zip(documents, keys, strict=True)):
             if key not in found:
-                by_run.setdefault(self.where[cell], []).append(index)
-        for run, indices in by_run.items():
-            network = self._read(run)
+                teacher = self.where[cell]
+                by_teacher.setdefault(teacher.name, (teacher, []))[1].append(index)
+        for teacher, indices in by_teacher.values():
             chosen = [documents[i][1] for i in indices]
-            for index, said in zip(indices, _ask(network, chosen, mode, k, self.temperature), strict=True):
+            for index, said in zip(indices, teacher.ask(chosen, mode, k, self.temperature), strict=True):
                 found[keys[index]] = said
                 self._remember(keys[index], said)
         return [found[key] for key in keys]
@@ -106,46 +122,9 @@ class Teachers:
             self._bytes -= self._said.popitem(last=False)[1].nbytes
 
     def _key(self, cell: Cell, document: Document, mode: Mode, k: int) -> bytes:
-        path = self.checkpoints[self.where[cell]]
-        digest = hashlib.sha256(f"{path}\n{mode}\n{k}\n{self.temperature}\n".encode())
+        digest = hashlib.sha256(f"{self.where[cell].name}\n{mode}\n{k}\n{self.temperature}\n".encode())
         digest.update(repr((document.token_ids, document.mask)).encode())
         return digest.digest()
-
-    def _read(self, run: Path) -> Transformer:
-        """The one network, with this teacher's weights in it."""
-        if self._network is None:
-            self._network = Transformer(shape_of(run)).to(self.device).eval().requires_grad_(False)
-        if self._holds != run:
-            self._holds = None  # while the weights are a mixture
-            path = self.checkpoints[run]
-            runs.restore_model(self._network, runs.load(path, self.device).tensors["model"], path)
-            self._holds = run
-            self.reads += 1
-        return self._network
-
-
-@torch.no_grad()
-def _ask(network: Transformer, documents: Sequence[Document], mode: Mode, k: int, temperature: float) -> list[Said]:
-    found: list[Said] = []
-    for part in in_pieces(list(documents), [len(each.token_ids) for each in documents], MICRO_TOKENS):
-        piece = stream(part, network.model.embed_tokens.weight.device)
-        scores = all_scores(network, hidden_states(network, piece), temperature)
-        sizes = piece.lengths.tolist()
-        own = scores.gather(1, piece.targets[:, None])[:, 0].split(sizes)
-        if mode == "sampled":
-            found += [Said(logprobs=o) for o in own]
-        elif mode == "full":
-            found += [Said(logprobs=o, scores=s) for o, s in zip(own, scores.split(sizes), strict=True)]
-        else:
-            top, ids = scores.topk(min(k, scores.shape[1]), -1)
-            found += [Said(logprobs=o, scores=s, ids=i) for o, s, i in zip(own, top.split(sizes), ids.split(sizes), strict=True)]
-    return found
-
-
-def all_scores(network: Transformer, hidden: Float[Tensor, "n D"], temperature: float) -> Float[Tensor, "n V"]:
-    """Log-probabilities of the whole vocabulary, in fp32."""
-    logits = network.head(hidden).float()
-    return (logits / temperature if temperature else logits).log_softmax(-1)
 
 
 def shape_of(run: Path) -> ModelConfig:

@@ -28,6 +28,8 @@ def declare_export(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `export` to its parser."""
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--adapter-to", type=Path, metavar="RUN", help="write only what the run knows beyond this one: a LoRA adapter")
+    parser.add_argument("--rank", type=int, default=16, metavar="N", help="rank of the adapter (default: 16)")
     parser.add_argument("--plain", action="store_true", help="keep every weight as trained instead of rounding to bf16 and MXFP4")
 
 
@@ -65,7 +67,10 @@ def sample(parsed: argparse.Namespace) -> None:
 
 
 def export(parsed: argparse.Namespace) -> None:
-    """Write a run's model in the released layout."""
+    """Write a run's model in the released layout, or its difference to another as an adapter."""
+    if parsed.adapter_to is not None:
+        _export_adapter(parsed)
+        return
     import torch
 
     from gnomon.data.images import ImageLimits
@@ -85,3 +90,16 @@ def export(parsed: argparse.Namespace) -> None:
         (parsed.out / "preprocessor_config.json").write_text(json.dumps(limits.preprocessor_config(), indent=2) + "\n")
     rounded = not parsed.plain and model.config.family == "kimi_k3" and model.config.moe is not None
     sys.stdout.write(f"wrote {parsed.out}" + (": routed experts rounded to MXFP4 (--plain keeps them as trained)\n" if rounded else "\n"))
+
+
+def _export_adapter(parsed: argparse.Namespace) -> None:
+    """Write the adapter, and say what it leaves out."""
+    from gnomon.model import adapter
+    from gnomon.model.runs import load_model
+
+    base, run = (load_model(folder)[0] for folder in (parsed.adapter_to, parsed.run))
+    made, loss = adapter.difference(base, run, parsed.rank)
+    made.save(parsed.out, str(parsed.adapter_to))
+    worst = max(loss.by_module, key=lambda name: loss.by_module[name], default="")
+    sys.stdout.write(f"wrote {parsed.out}: rank {parsed.rank}, {len(made.pairs)} maps, {made.nbytes:,} bytes; it leaves out "
+                     f"{loss.error:.1%} of the difference's norm" + (f" ({loss.by_module[worst]:.1%} of {worst})\n" if worst else "\n"))

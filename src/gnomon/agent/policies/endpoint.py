@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 TRY_AGAIN = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
 MOST_BYTES = 256 << 20  # of an answer
+VERSION = "x-gnomon-policy-version"
 # What servers want to hear before they tell ids: ours tells them with log-probabilities.
 SERVERS: Mapping[str, Mapping[str, Any]] = {
     "gnomon": {"logprobs": 0}, "vllm": {"logprobs": 0, "return_token_ids": True, "skip_special_tokens": False},
@@ -61,13 +62,15 @@ class Endpoint:
 
 
 class EndpointPolicy:
-    """A model at an `Endpoint`. With `chat`, the format of its tokenizer, it is asked in ids; without, in messages.
+    """A model at an `Endpoint`. With `chat`, the format of its tokenizer, it is asked in ids; without, in messages. `version` of the
+    weights is noted with what is sampled; where a server says which one it has, that counts.
 
     Connections are kept until the last session is closed.
     """
 
     def __init__(self, endpoint: Endpoint, chat: ChatFormat | None = None) -> None:
         self.name = endpoint.model
+        self.version = endpoint.policy_version
         self.efforts = chat.efforts if chat is not None else None
         self._endpoint = endpoint
         self._ledger = Ledger(chat) if chat is not None else None
@@ -79,7 +82,7 @@ class EndpointPolicy:
         where it says that the context is too long."""
         self._sessions.add(session)
         if self._ledger is None:
-            answer = await self._ask("/chat/completions", endpoint_chat.body(conversation, sampling))
+            answer, _ = await self._ask("/chat/completions", endpoint_chat.body(conversation, sampling))
             message, stop, spent = endpoint_chat.read(answer, self._endpoint.url)
             return Completion(message=message, stop=stop, spent=self._priced(spent))
         return await self._sampled(self._ledger, session, conversation, sampling)
@@ -112,12 +115,12 @@ class EndpointPolicy:
         if self._endpoint.server == "vllm":
             wanted["stop_token_ids"] = sorted(ledger.chat.stop_ids)
         body = {"prompt": list(prompt.token_ids), **SERVERS[self._endpoint.server], **{k: v for k, v in wanted.items() if v is not None}}
-        answer = await self._ask("/completions", body)
+        answer, version = await self._ask("/completions", body)
         ids, logprobs, reason, cached = _tokens(answer, self._endpoint.url)
         if reason == "stop" and not sampling.stop and ids[-1] not in ledger.chat.stop_ids:
             raise PolicyError(f"{self._endpoint.url}: the id that ended the answer was not sent, so what was sampled is not whole")
         reply = ledger.took(session, prompt, ids)
-        span = Span(token_ids=ids, logprobs=logprobs, loss_mask=(True,) * len(ids), policy_version=self._endpoint.policy_version)
+        span = Span(token_ids=ids, logprobs=logprobs, loss_mask=(True,) * len(ids), policy_version=version)
         spent = Spent(prompt_tokens=len(prompt.token_ids), cached_tokens=cached, output_tokens=len(ids))
         return Completion(message=reply.message, stop="stop" if reason == "stop" else "length", prompt_ids=prompt.token_ids, sampled=span,
                           spent=self._priced(spent))
@@ -126,8 +129,8 @@ class EndpointPolicy:
         reading, writing = self._endpoint.prices
         return replace(spent, dollars=(spent.prompt_tokens * reading + spent.output_tokens * writing) / 1e6)
 
-    async def _ask(self, path: str, body: Mapping[str, Any]) -> Fields:
-        """The answer to a body; what may pass is tried again after a pause that doubles."""
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> tuple[Fields, int]:
+        """The answer to a body, and the version of the weights that gave it; what may pass is tried again after a pause that doubles."""
         import httpx
 
         if self._client is None:
@@ -147,7 +150,7 @@ class EndpointPolicy:
                 continue
             if answer.status_code == 200 and len(answer.content) <= MOST_BYTES:
                 try:
-                    return Fields(parsed(answer.content, url), url)
+                    return Fields(parsed(answer.content, url), url), self._version(answer.headers.get(VERSION, ""))
                 except DataError as error:
                     raise PolicyError(str(error)) from None
             said = f"status {answer.status_code}: {answer.text[:500]}"
@@ -156,6 +159,10 @@ class EndpointPolicy:
             if answer.status_code not in TRY_AGAIN:
                 break
         raise PolicyError(f"{url}: {said}")
+
+    def _version(self, told: str) -> int:
+        """What a server says; a version that nobody gave it is 0, and says nothing."""
+        return int(told) if told.isdigit() and told != "0" else self.version
 
 
 def _tokens(answer: Fields, url: str) -> tuple[tuple[int, ...], tuple[float, ...], str, int]:

@@ -57,7 +57,7 @@ def _taught(desk: Desk) -> dict[str, Any]:
 
 def average(desk: Desk) -> dict[str, Any]:
     """The mean of all teachers' weights."""
-    teachers = [runs.load_model(each.run)[0].state_dict() for each in desk.teachers()]
+    teachers = [runs.load_model(each.run)[0].state_dict() for each in desk.teachers() if each.run is not None]
     model = desk.cold_model()
     mean = {name: torch.stack([each[name].double() for each in teachers]).mean(0).to(tensor.dtype)
             for name, tensor in model.state_dict().items()}

@@ -164,6 +164,8 @@ class LabRecipe:
             if teacher.domain not in names or teacher.effort not in EFFORTS:
                 raise ConfigError(f"'teachers' names {teacher.domain}/{teacher.effort}; cells are {', '.join(names)} at "
                                   f"{', '.join(EFFORTS)}")
+            if teacher.run is None or teacher.adapter is not None:
+                raise ConfigError(f"the lab's teacher of {teacher.domain}/{teacher.effort} must be a 'run': its weights are averaged")
         if self.expert.bound or self.expert.cells:
             raise ConfigError("'expert.tau' is set; budgets belong to the cells, as domains.low.tau and domains.high.tau")
 
