@@ -155,7 +155,9 @@ def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = Non
 def apart(iteration: Iteration, tournament: Tournament | None) -> tuple[Iteration, Iteration]:
     """What is learnt from and what is held out, both with rewards. Raises `ConfigError` for a problem that nobody can judge."""
     if tournament is not None:
-        iteration = replace(iteration, groups=tuple(tournament.judged(iteration.groups)))
+        judged = tuple(tournament.judged(iteration.groups))
+        failed = sum(1 for group in judged for r in group.rollouts if r.score is None or r.score.reward is None)
+        iteration = replace(iteration, groups=judged, failed=failed)
     elif unjudged := [group.problem.id for group in iteration.groups if group.problem.grade is None]:
         raise ConfigError(f"problem {unjudged[0]} has no grader; give it one, or let its group be judged ('tournament')")
     learnt, kept = (tuple(group for group in iteration.groups if group.problem.held_out == out) for out in (False, True))
