@@ -6,11 +6,12 @@ rate of a plain reader on the same threads in the same run. A prompt of 2,048 to
 operations of the weights.
 
     OMP_NUM_THREADS=2 python benchmarks/kernels_decode.py
+    OMP_NUM_THREADS=2 python benchmarks/kernels_decode.py 0 16384 --only decode
 """
 
+import argparse
 import ctypes
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -165,13 +166,18 @@ def overhead(model: InferenceModel) -> dict[str, float]:
 
 def main() -> None:
     """Print and save."""
-    contexts = [int(a) for a in sys.argv[1:]] or CONTEXTS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contexts", type=int, nargs="*", default=CONTEXTS, help="tokens before decoding (default: 0 2048)")
+    parser.add_argument("--only", choices=("decode", "prefill", "python"), nargs="+", default=("decode", "prefill", "python"),
+                        help="these parts alone; the others' figures stay")
+    asked = parser.parse_args()
     model, read = InferenceModel(medium(), RandomWeights(medium())), reader()
     read()
-    results = {f"decode_{context}": decode(model, context, read) for context in contexts}
-    results |= {"prefill": prefill(model), "python": overhead(model)}
+    results = {f"decode_{context}": decode(model, context, read) for context in asked.contexts if "decode" in asked.only}
+    results |= {"prefill": prefill(model)} if "prefill" in asked.only else {}
+    results |= {"python": overhead(model)} if "python" in asked.only else {}
     save("kernels_decode", {"threads": torch.get_num_threads(), "instructions": native.instruction_set(),
-                            "weight_bytes": model.weight_bytes, "bytes_per_token": bytes_per_token(model.config, 0), **results})
+                            "weight_bytes": model.weight_bytes, "bytes_per_token": bytes_per_token(model.config, 0), **results}, keep=True)
 
 
 if __name__ == "__main__":

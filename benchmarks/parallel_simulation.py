@@ -170,11 +170,13 @@ def plot(curves: dict[str, list[dict[str, float]]], documents: dict[str, list[di
         for name, rows in curves.items():
             line = left.plot([r["ranks"] for r in rows], [r["efficiency"] for r in rows], label=name,
                              linestyle=":" if "cold" in name else "-", color=f"C{list(curves).index(name) % 4}")[0]
-            broken = [r for r in rows if not r["fits"]]
-            left.plot([r["ranks"] for r in broken], [r["efficiency"] for r in broken], "x", color=line.get_color(), markersize=7)
+            for mark, fits in (("x", False), ("o", True)):
+                marked = [r for r in rows if r["fits"] is fits]
+                left.plot([r["ranks"] for r in marked], [r["efficiency"] for r in marked], mark, color=line.get_color(), markersize=7)
         for name, rows in documents.items():
             right.plot([r["ranks"] for r in rows], [r["efficiency"] for r in rows], label=name, marker=".")
-        left.set(xlabel="ranks, one optimiser step of 64M tokens (crosses: does not fit)", ylabel="time of arithmetic / time of step")
+        left.set(xlabel="ranks, one optimiser step of 64M tokens (dots fit into memory, crosses do not)",
+                 ylabel="time of arithmetic / time of step")
         right.set(xlabel="ranks that share one document, forward pass")
         for side in (left, right):
             side.set_xscale("log", base=2)
