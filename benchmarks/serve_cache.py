@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,24 +259,25 @@ def boundaries(sizes: Sizes) -> dict[str, Any]:
 
 
 def kda(sizes: Sizes) -> dict[str, Any]:
-    """Seconds of a decoded token of KDA layers alone, at contexts that grow: the state is all they have of the past."""
+    """Seconds of a decoded token of KDA layers alone, at several contexts in turns: the state is all they have of the past."""
     shape = medium()
     layers = ModelConfig(vocab_size=256, hidden_size=shape.hidden_size, num_hidden_layers=4, intermediate_size=256, layer_pattern=("kda",),
                          final_mixer=None, mixers={"kda": KDAConfig(num_heads=12, head_dim=128)})
     model = InferenceModel(layers, RandomWeights(layers))
-    pool, seen, rows = model.new_pool(1, 64), 0, dict[str, Any]()
-    tokens = torch.tensor(ids(sizes.context // 8 + 200 * len(DEPTHS), 1, layers))
+    depths = [depth for depth in DEPTHS if depth <= sizes.context // 8]
+    pool, seen = model.new_pool(len(depths), 64), [0] * len(depths)
+    tokens = torch.tensor(ids(sizes.context // 8 + 200, 1, layers))
 
-    def read(count: int) -> None:
-        nonlocal seen
-        model.forward(PackedRows(tokens=tokens[seen:seen + count], bounds=torch.tensor([0, count]), past=torch.tensor([seen]),
-                                 slots=torch.zeros(1, dtype=torch.int64), pages=torch.zeros(1, 1, dtype=torch.int32)), pool)
-        seen += count
+    def read(which: int, count: int) -> None:
+        past, seen[which] = seen[which], seen[which] + count
+        model.forward(PackedRows(tokens=tokens[past:past + count], bounds=torch.tensor([0, count]), past=torch.tensor([past]),
+                                 slots=torch.tensor([which]), pages=torch.zeros(1, 1, dtype=torch.int32)), pool)
 
-    for depth in (depth for depth in DEPTHS if depth <= sizes.context // 8):
-        while seen < depth:
-            read(min(STEP, depth - seen))
-        rows[str(depth)] = spread([timed(lambda: read(1)) for _ in range(100)])
+    for which, depth in enumerate(depths):
+        while seen[which] < depth:
+            read(which, min(STEP, depth - seen[which]))
+    times = [[timed(partial(read, which, 1)) for which in range(len(depths))] for _ in range(100)]
+    rows = {str(depth): spread([turn[which] for turn in times]) for which, depth in enumerate(depths)}
     medians = [row["median"] for row in rows.values()]
     print("a token of 4 KDA layers: " + ", ".join(f"{row['median'] * 1e3:.3f} ms after {depth}" for depth, row in rows.items()), flush=True)
     return {"layers": 4, "seconds": rows, "last_over_first": medians[-1] / medians[0]}
