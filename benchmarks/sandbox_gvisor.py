@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from gnomon.sandbox.backends.gvisor import Backend
+from gnomon.sandbox.guest import account
 from gnomon.sandbox.guest.process import GuestProcess
-from gnomon.sandbox.gvisor import account, bundle
+from gnomon.sandbox.gvisor import bundle
 from gnomon.sandbox.gvisor.machine import Machine
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.sandbox import MEGABYTE, Command, Limits, Spec

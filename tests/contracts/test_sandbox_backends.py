@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_backends import need_microvm
 
 from gnomon.errors import ConfigError, SandboxError, SandboxLost, Unsupported
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.sandbox import Backend, Capabilities, Chunk, Command, FileEvent, Limits, Result, Sandbox, Spec
 
-NAMES = ("namespaces", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gvisor", "e2b")))
+NAMES = ("namespaces", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gvisor", "microvm", "e2b")))
 WORKS: dict[str, Capabilities | str] = {}
 SMALL = Limits(memory_bytes=128 << 20, disk_bytes=32 << 20, processes=64)
 PLAIN = Spec(limits=SMALL)
@@ -31,6 +32,8 @@ def backend(name: str, store: Path | None = None) -> Backend:
         pytest.skip(f"{name} is not built yet")
     if name == "e2b":
         loop()
+    if name == "microvm":
+        need_microvm()
     if name not in WORKS:
         WORKS[name] = asyncio.run(ask(module.Backend()))
     found = WORKS[name]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from gnomon.errors import Unsupported
-from gnomon.sandbox.backends import gvisor
+from gnomon.sandbox.backends import gvisor, microvm
 from gnomon.sandbox.layers import LayerStore
+from gnomon.sandbox.microvm import qemu
 from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.sandbox import Backend
 
@@ -50,4 +52,27 @@ def why_no_gvisor() -> str:
 def need_gvisor() -> None:
     """Skip the test, with the reason, where gVisor does not work."""
     if reason := why_no_gvisor():
+        pytest.skip(reason)
+
+
+@functools.cache
+def why_no_microvm() -> str:
+    """Why no virtual machine can be made here in the way that the environment asks for, or nothing."""
+
+    async def ask(home: str) -> str:
+        try:
+            await microvm.Backend(LayerStore(Path(home))).ready()
+        except Unsupported as error:
+            return str(error)
+        return ""
+
+    with tempfile.TemporaryDirectory() as home:
+        return asyncio.run(ask(home))
+
+
+def need_microvm() -> None:
+    """Skip the test, with the reason, where there are no virtual machines; without KVM they are asked for by translation."""
+    if "GNOMON_MICROVM_ACCEL" not in os.environ and qemu.refusal() is not None:
+        os.environ["GNOMON_MICROVM_ACCEL"] = "tcg"
+    if reason := why_no_microvm():
         pytest.skip(reason)

@@ -22,6 +22,7 @@ from typing import IO
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import agent_files  # the neighbours in the same folder, wherever that is inside
+import agent_kernel
 from agent_calls import Calls
 from agent_child import Child
 from agent_door import Door
@@ -39,7 +40,7 @@ class Agent(Calls):
     """The loop: frames from the host, output of programs, ends of programs, changes of watched folders."""
 
     def __init__(self, source: int, sink: int) -> None:
-        self.source, self.sink = source, sink
+        self.source, self.sink, self.whole = source, sink, source == sink
         self.buffer = bytearray()
         self.children: dict[int, Child] = {}
         self.by_pid: dict[int, Child] = {}
@@ -131,6 +132,10 @@ class Agent(Calls):
     def do_go(self, header: dict, payload: bytes) -> None:
         """Go on under a name: the same machine, or (`forget`) a copy that owes its parent's host nothing."""
         self.held = False
+        if header.get("seed"):
+            agent_kernel.reseed(header["seed"])
+        if header.get("time"):
+            agent_kernel.set_clock(header["time"])
         self.seal.turn(header.get("key") or "", header["word"])
         if header.get("forget"):
             for child in self.children.values():
@@ -156,6 +161,11 @@ class Agent(Calls):
         if header.get("workdir"):
             agent_files.make_home(header["workdir"], header.get("owner") or "root")
         self.reply(header, time=time.time())
+
+    def do_clock(self, header: dict, payload: bytes) -> None:
+        """The time of day, after it stood still."""
+        agent_kernel.set_clock(header["time"])
+        self.reply(header)
 
     def do_ping(self, header: dict, payload: bytes) -> None:
         """A sign of life."""

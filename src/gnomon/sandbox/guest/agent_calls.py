@@ -7,6 +7,7 @@ import os
 import selectors
 
 import agent_files
+import agent_kernel
 
 
 class Calls:
@@ -15,6 +16,8 @@ class Calls:
     watches: agent_files.Watches
     uploads: dict[int, agent_files.Upload]
     selector: selectors.PollSelector
+    whole: bool
+    """Whether the kernel is this machine's alone, so that its file system holds nothing else."""
 
     def send(self, header: dict[str, object], payload: bytes = b"") -> None:
         """One frame to the host."""
@@ -86,4 +89,5 @@ class Calls:
 
     def do_usage(self, header: dict, payload: bytes) -> None:
         """Processes besides this one, processor seconds of all, bytes of files that were written here."""
-        self.reply(header, processes=len(agent_files.others()), seconds=sum(os.times()[:4]), disk=agent_files.written())
+        self.reply(header, processes=len(agent_files.others()), seconds=sum(os.times()[:4]),
+                   disk=agent_kernel.used() if self.whole else agent_files.written())

@@ -16,6 +16,8 @@ import struct
 import time
 from collections.abc import Iterator
 
+import agent_kernel
+
 PIECE = 1 << 18
 HIDDEN = ".gnomon-part-"
 PROC = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -201,10 +203,11 @@ def remove(path: str) -> None:
 
 
 def others() -> list[int]:
-    """Every process but this one; none where it is not process 1, so that no signal can leave the machine."""
+    """Every process but this one and the kernel's own; none where it is not process 1, so that no signal can leave the machine."""
     if os.getpid() != 1:
         return []
-    return [int(name) for name in os.listdir(PROC) if name.isdigit() and int(name) != os.getpid()]
+    found = [int(name) for name in os.listdir(PROC) if name.isdigit() and int(name) != os.getpid()]
+    return [pid for pid in found if agent_kernel.is_program(_status(pid))] if _status(2)[1:2] == ["0"] else found
 
 
 def _status(pid: int) -> list[str]:

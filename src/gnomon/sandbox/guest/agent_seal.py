@@ -15,14 +15,14 @@ from _blake2 import blake2b
 
 SEAL_BYTES = 16
 PR_SET_DUMPABLE, PR_CAPBSET_DROP = 4, 24
-CAP_SYS_RAWIO, CAP_SYS_MODULE, CAP_SYS_PTRACE, CAP_SYS_BOOT = 17, 16, 19, 22
+CAP_SYS_RAWIO, CAP_SYS_MODULE, CAP_SYS_PTRACE, CAP_SYS_BOOT, CAP_SYS_RESOURCE = 17, 16, 19, 22, 24
 CAPABILITY_VERSION = 0x20080522
 
 
 def close_up() -> None:
     """Take the power to trace from every program to come, hide this one's memory, and find no more code in files from now on."""
     library = ctypes.CDLL(None, use_errno=True)
-    for power in (CAP_SYS_PTRACE, CAP_SYS_MODULE, CAP_SYS_RAWIO, CAP_SYS_BOOT):
+    for power in (CAP_SYS_PTRACE, CAP_SYS_MODULE, CAP_SYS_RAWIO, CAP_SYS_BOOT, CAP_SYS_RESOURCE):
         library.prctl(PR_CAPBSET_DROP, power, 0, 0, 0)
     header, data = struct.pack("II", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     if library.capget(header, data) == 0:

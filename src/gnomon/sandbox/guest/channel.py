@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import secrets
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -56,6 +57,7 @@ class Guest:
         self.task: asyncio.Task[None] | None = None
         self.looking: asyncio.Task[None] | None = None
         self.resting = False
+        self.patience_seconds = PATIENCE_SECONDS
         self.open = asyncio.Event()
         self.drained = asyncio.Event()
         self.lock = asyncio.Lock()
@@ -63,16 +65,22 @@ class Guest:
         self.on_lost: Callable[[], None] = lambda: None
 
     async def connect(self, source: int, sink: int) -> None:
-        """Speak through these file descriptors, which become the channel's own; it opens with `go`."""
+        """Speak through these file descriptors, which become the channel's own; one socket if they are the same. It opens with `go`."""
         loop = asyncio.get_running_loop()
-        for handle in (source, sink):
-            os.set_blocking(handle, False)
         self.reader = asyncio.StreamReader(limit=2 * MAX_PAYLOAD)
-        protocol = asyncio.StreamReaderProtocol(self.reader)
-        reading, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(source, "rb", 0))
-        flow = _Flow(self.drained)
         self.drained.set()
-        self.writer, _ = await loop.connect_write_pipe(lambda: flow, os.fdopen(sink, "wb", 0))
+        reading: asyncio.BaseTransport
+        if source == sink:
+            both, line = _Both(self.reader, self.drained), socket.socket(fileno=source)
+            line.setblocking(False)
+            self.writer, _ = await loop.create_unix_connection(lambda: both, sock=line)
+            reading = self.writer
+        else:
+            for handle in (source, sink):
+                os.set_blocking(handle, False)
+            protocol, flow = asyncio.StreamReaderProtocol(self.reader), _Flow(self.drained)
+            reading, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(source, "rb", 0))
+            self.writer, _ = await loop.connect_write_pipe(lambda: flow, os.fdopen(sink, "wb", 0))
         self.lost, self.parting = None, False
         self.task = asyncio.create_task(self._read(self.reader, reading))
         self.looking = asyncio.create_task(self._look())
@@ -296,7 +304,7 @@ class Guest:
         word, key = secrets.token_hex(16), self.seal.key.hex()
         self.seal.turn(key, word)
         request = cast("dict[str, Any]", {"op": "go", "word": word, "key": "" if self.told else key, **identity})
-        answer = await self.call(request, gate=False, seconds=PATIENCE_SECONDS)
+        answer = await self.call(request, gate=False, seconds=self.patience_seconds)
         self.told = True
         self.open.set()
         if self.door.proxy is not None:
@@ -340,4 +348,24 @@ class _Flow(asyncio.BaseProtocol):
         self.drained.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.drained.set()
+
+
+class _Both(asyncio.StreamReaderProtocol):
+    """The same for a socket that is read from as well."""
+
+    def __init__(self, reader: asyncio.StreamReader, drained: asyncio.Event) -> None:
+        super().__init__(reader)
+        self.drained = drained
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.drained.clear()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.drained.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self.drained.set()

@@ -22,7 +22,7 @@ CAPABILITIES = (
 )  # fmt: skip
 """Powers over the sandbox's own kernel, none over the host's: `mount`, package managers and debuggers work inside."""
 
-PROGRAM = ("agent.py", "agent_calls.py", "agent_child.py", "agent_door.py", "agent_files.py", "agent_seal.py")
+PROGRAM = ("agent.py", "agent_calls.py", "agent_child.py", "agent_door.py", "agent_files.py", "agent_kernel.py", "agent_seal.py")
 """The files of the agent inside."""
 
 HOST_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")

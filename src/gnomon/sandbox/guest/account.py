@@ -1,4 +1,4 @@
-"""What a gVisor sandbox costs the host: its processes' memory and processor time, its files, and the control groups that bound them."""
+"""What a machine with a kernel of its own costs the host: memory and processor time of its processes, by control groups or by `/proc`."""
 
 from __future__ import annotations
 
@@ -69,9 +69,3 @@ def disk(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
-
-
-def is_gofer(process: int, name: str) -> bool:
-    """Whether a process still is the file server of this instance, and not a later process with the same number."""
-    words = _text(Path(f"/proc/{process}/cmdline")).split("\0")
-    return any(word == name or word.endswith(f"={name}") for word in words) or "gofer" in words
