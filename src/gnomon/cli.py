@@ -126,11 +126,12 @@ def _show(parsed: argparse.Namespace) -> None:
 
     what, path = parsed.what, Path(parsed.what)
     if path.is_dir():
-        path = path / "recipe.toml"
+        path = next((path / name for name in posttrain.FILES if (path / name).exists()), path / "recipe.toml")
     if path.suffix == ".toml":
         kinds = {"serve": "gnomon.serve.settings", "eval": "gnomon.agent.evaluate_recipe", "lab": "gnomon.posttrain.lab.recipe"}
         kind = "eval" if (path.parent / "eval.json").exists() else path.stem.split("-")[0]
-        load = importlib.import_module(kinds.get(kind, "gnomon.train.recipe")).load
+        others = "gnomon.posttrain.recipe" if posttrain.is_recipe(path) else "gnomon.train.recipe"
+        load = importlib.import_module(kinds.get(kind, others)).load
         print(to_toml(load(path, tuple(parsed.overrides)), docs=True), end="")
         return
     if path.suffix == ".json":

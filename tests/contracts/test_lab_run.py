@@ -85,6 +85,13 @@ def test_a_changed_recipe_is_noticed_where_it_matters(tmp_path: Path) -> None:
     plan.check(tmp_path, jobs["student"])
     with pytest.raises(ConfigError, match=r"student was begun with other settings \('student' differ\)"):
         plan.check(tmp_path, longer["student"])
+    fewer = plan.jobs(replace(recipe, domains=recipe.domains[:2]))
+    hotter = plan.jobs(replace(recipe, expert=replace(recipe.expert, sampling=replace(recipe.expert.sampling, temperature=0.9))))
+    assert len({each["quantisation"].digest for each in (jobs, fewer, hotter)}) == 3
+    asked = jobs["quantisation"]
+    known = {key: asked.settings[key] for key in ("quantisation", "evaluate")}
+    plan.mark(tmp_path / asked.name, plan.BEGUN, {"digest": plan._digest(asked.name, known, asked.before), "settings": known})
+    plan.check(tmp_path, asked)  # begun when less was noted
     assert all(jobs[before].name in list(jobs)[: list(jobs).index(name)] for name, job in jobs.items() for before in job.after)
 
 

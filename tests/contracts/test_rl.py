@@ -11,13 +11,14 @@ import torch
 from gnomon.agent.trajectory import Score
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model.config import preset
+from gnomon.model.router import replayed
 from gnomon.model.runs import load_model
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain import rl
 from gnomon.posttrain.effort import Budgets, TauConfig
 from gnomon.posttrain.grading import Grading
 from gnomon.posttrain.keeping import KeepConfig, kept_folder
-from gnomon.posttrain.learner import LearnerConfig
+from gnomon.posttrain.learner import Document, Learner, LearnerConfig, stream, token_logprobs
 from gnomon.posttrain.partial import Pool, PoolConfig
 from gnomon.posttrain.policy import Sampler
 from gnomon.posttrain.problem import Problem
@@ -96,7 +97,7 @@ def test_a_run_that_was_killed_goes_on_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seed 3, not 4"):
         rl.train(start(seed=4), partial, tmp_path / "cut")
     with pytest.raises(CheckpointError, match="its source now gives"):
-        rl.train(start(source=Source(salt="other")), replace(partial, steps=9), tmp_path / "cut")
+        rl.train(start(source=Source(salt="other")), partial, tmp_path / "cut")
 
 
 def test_a_folder_that_is_refused_stays_what_it_was(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_folder_that_is_refused_stays_what_it_was(tmp_path: Path) -> None:
     (tmp_path / "other" / "recipe.toml").write_text("seed = 3\n")
     before = (tmp_path / "run" / "recipe.toml").read_text()
     with pytest.raises(ConfigError, match="seed 3, not 4"):
-        rl.train(start(seed=4), config(), tmp_path / "run", recipe="other = 1\n")
+        rl.train(start(seed=4), config(), tmp_path / "run")
     with pytest.raises(ConfigError, match="another kind of training"):
         rl.train(start(), config(), tmp_path / "other")
     assert (tmp_path / "run" / "recipe.toml").read_text() == before and (tmp_path / "other" / "recipe.toml").read_text() == "seed = 3\n"
@@ -153,6 +154,44 @@ def test_what_the_machine_failed_at_is_in_neither_loss_nor_mean(tmp_path: Path) 
     """Counted, and left out."""
     rows = rl.train(start(source=Source(broken=True)), config(steps=2), tmp_path / "run")
     assert rows[0]["failed"] == 16 and rows[0]["groups"] == 8 and rows[0]["tokens"] < rows[0]["sampled_tokens"]
+
+
+def test_experts_are_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replay the second update sends each token to the experts of the first weights, and its gradient still reaches the routers."""
+    used: list[list[list[torch.Tensor]]] = []
+
+    def loss(*arguments: Any) -> torch.Tensor:
+        used.append([[router.forced] for router in arguments[0].model.routers()])
+        return whole(*arguments)
+
+    whole = rl._loss
+    monkeypatch.setattr(rl, "_loss", loss)
+    begun, fast = start(), LearnerConfig(optimizer=MuonConfig(learning_rate=0.05, matrices=False, weight_decay=0.0, clip_logits=None))
+    fresh = {name: p.clone() for name, p in begun.model.named_parameters()}
+    kept = config(steps=1, learner=fast, replay="experts")
+    rows = rl.train(begun, kept, tmp_path / "run")
+    routers = begun.model.routers()
+    assert len(used) == 2 and len(routers) > 0 and rows[0]["gap"] < 1e-5
+    assert all(forced is None for (forced,) in used[0]) and all(forced is not None for (forced,) in used[1])
+    assert all(router.forced is None and router.chosen is None for router in routers)
+    assert all(not torch.equal(p, fresh[name]) for name, p in begun.model.named_parameters() if name.endswith("gate.weight"))
+    again = rl.train(start(), replace(kept, replay=None), tmp_path / "other")
+    assert again[0]["gap"] == rows[0]["gap"] and again[0]["log_ratio"] != rows[0]["log_ratio"], "some token went elsewhere without"
+
+
+def test_routes_are_those_that_were_chosen() -> None:
+    """Replayed under the same weights they change nothing, under others they hold; other tokens are refused."""
+    net = start().model
+    made, document = Learner(net, FAST, 10), Document(token_ids=(3, 4, 5, 6, 7, 8), mask=(False, *(True,) * 5))
+    routes, piece = made.routes_of([document, document]), stream([document, document])
+    with torch.no_grad():
+        alone = token_logprobs(net, piece)
+        with replayed(net.routers(), routes):
+            assert torch.allclose(token_logprobs(net, piece), alone, atol=1e-6)
+        with replayed(net.routers(), [(ids + 1) % 4 for ids in routes]):
+            assert (token_logprobs(net, piece) - alone).abs().max() > 1e-3
+            with pytest.raises(ConfigError, match="10 tokens are to be chosen again, and 5 came"):
+                token_logprobs(net, stream([document]))
 
 
 def test_a_budget_shortens(tmp_path: Path) -> None:

@@ -142,6 +142,14 @@ def test_the_command(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.Captur
     made, _ = load_model(tmp_path / "run")
     assert made.config.moe is not None and made.config.moe.expert_weights == "mxfp4" and made.config.moe.expert_inputs == "mxfp8"
     assert torch.isfinite(made.model.embed_tokens.weight).all() and Tokenizer.load(tmp_path / "run" / "tokenizer").vocab_size
+    assert main(["show", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert 'expert_weights = "mxfp4"' in shown and "batch_tokens = 99" in shown and main(["show", str(recipe)]) == 0
+    capsys.readouterr()
+    assert main(["sft", str(tmp_path / "run" / "sft.toml")]) == 0, "the recipe in the folder goes on"
+    assert main(["sft", str(recipe), "train.held_out=0.0", "train.epochs=2"]) == 2 and "train.epochs: 1 → 2" in capsys.readouterr().err
+    assert main(["sft", str(recipe), "train.held_out=0.0", "expert_weights=full"]) == 2
+    assert "model.moe.expert_weights: 'mxfp4' → 'full'" in capsys.readouterr().err
     assert main(["sft", str(recipe), 'data=["nowhere.jsonl"]']) == 2 and "nowhere.jsonl" in capsys.readouterr().err
 
 

@@ -2,10 +2,11 @@
 
 The bias takes part in the choice and never in the weights, so it never touches a gradient. In training the router counts what
 Quantile Balancing needs; the optimiser step then updates the bias (`gnomon/train/balance.py`). Frozen at inference.
+What was chosen can be written down (`recorded`) and chosen again under other weights (`replayed`).
 Read next: `gnomon/kernels/router/reference.py` for the choice, `balance.py` for the estimator, `experts.py` for what happens to the chosen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -14,8 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gnomon.errors import ConfigError
 from gnomon.kernels import router as kernels
-from gnomon.kernels.router.reference import Choice
+from gnomon.kernels.router.reference import Choice, weigh
 from gnomon.model import balance
 from gnomon.model.parts import MoEConfig
 
@@ -30,6 +32,31 @@ def recomputing() -> Iterator[None]:
         yield
     finally:
         _recomputing.reset(token)
+
+
+@contextmanager
+def recorded(routers: Sequence["Router"]) -> Iterator[list[list[Tensor]]]:
+    """Inside, each router writes down the ids [N, k] of every call; gives a list for each router."""
+    for router in routers:
+        router.chosen = []
+    try:
+        yield [router.chosen for router in routers if router.chosen is not None]
+    finally:
+        for router in routers:
+            router.chosen = None
+
+
+@contextmanager
+def replayed(routers: Sequence["Router"], ids: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, each router chooses these ids [N, k] whatever its scores are; weights come from the scores and carry their gradient. It must
+    last until the backward pass is over. No ids: routers choose by themselves."""
+    for router, its in zip(routers, ids, strict=bool(ids)):
+        router.forced = its
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.forced = None
 
 
 class Router(nn.Module):
@@ -53,6 +80,8 @@ class Router(nn.Module):
         self.auxiliary_loss: Tensor | None = None
         self.histogram = balance.new_histogram(0)
         self.load = torch.zeros(0, dtype=torch.int64)
+        self.chosen: list[Tensor] | None = None
+        self.forced: Tensor | None = None
 
     def start_observing(self) -> None:
         """Begin to count, from zero; until then the counters are empty."""
@@ -69,7 +98,13 @@ class Router(nn.Module):
     ) -> tuple[Int[Tensor, "N k"], Float[Tensor, "N k"]]:
         """`(expert ids, weights)` of each token; `mask` is false where a token is padding and must not be counted."""
         scores = self.scores(x)
+        if self.forced is not None:
+            if len(self.forced) != len(scores):
+                raise ConfigError(f"experts of {len(self.forced)} tokens are to be chosen again, and {len(scores)} came; replay the same")
+            return self.forced, weigh(scores, self.forced.long(), self.choice)
         ids, weights, cutoff = kernels.route(scores, self.e_score_correction_bias, self.choice)
+        if self.chosen is not None:
+            self.chosen.append(ids.detach())
         if self.observing and not _recomputing.get():
             self._observe(scores.detach(), ids, cutoff, mask)
         if self.auxiliary:  # computed again when recomputing, which must repeat every operation, but kept once

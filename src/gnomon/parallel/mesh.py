@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from gnomon.errors import ConfigError
 from gnomon.parallel.axes import COPIES, NAMES, ROWS, TOKENS, Axes
 from gnomon.parallel.roll import Roll
 
+T = TypeVar("T")
 GROUPS = (*((name,) for name in NAMES), ROWS, COPIES, TOKENS)
 """The sets of axes that have a group of their own."""
 
@@ -69,6 +71,13 @@ class Mesh:
         """Rank 0's values everywhere, in place."""
         if self.world > 1:
             dist.broadcast(tensor, src=0)
+
+    def gather(self, own: T) -> list[T]:
+        """What each rank brings, in the order of ranks, on all of them; anything that can be pickled."""
+        found: list[Any] = [own] * self.world
+        if self.world > 1:
+            dist.all_gather_object(found, own)
+        return found
 
     def agree(self, decision: bool) -> bool:
         """What rank 0 decided."""

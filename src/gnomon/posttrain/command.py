@@ -1,5 +1,6 @@
 """`gnomon sft`, `gnomon rl`, `gnomon distill`: their arguments, and what they do. Nothing heavy is imported until a verb runs.
 
+Under torchrun each of them is one run of several ranks: the first one writes and speaks.
 Read next: `recipe.py`.
 """
 
@@ -7,17 +8,22 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gnomon.model.transformer import Transformer
+    from gnomon.parallel.axes import Axes
+    from gnomon.parallel.mesh import Mesh
     from gnomon.posttrain.effort import Budgets
+    from gnomon.posttrain.keeping import Setup
     from gnomon.posttrain.opening import Makes
     from gnomon.posttrain.policy import AnySampler
     from gnomon.posttrain.problem import ProblemSource
     from gnomon.posttrain.recipe import RLRecipe
+    from gnomon.posttrain.rl import Start
     from gnomon.posttrain.rollout import Rollout
     from gnomon.posttrain.tournament import Tournament
 
@@ -29,6 +35,19 @@ def declare(parser: argparse.ArgumentParser) -> None:
                         help="fields to change, e.g. train.learner.optimizer.learning_rate=1e-4")
 
 
+FILES = ("sft.toml", "rl.toml", "distill.toml")
+"""What each verb's recipe is called in the folder of its run."""
+
+
+def is_recipe(path: Path) -> bool:
+    """Whether a file is a recipe of one of the three verbs, by what is in it."""
+    from gnomon.config import read_toml
+    from gnomon.model.config import PRESETS
+
+    table = read_toml(path, PRESETS)
+    return "start_from" in table and ("problems" in table or "agents" in table or isinstance(table.get("data"), list))
+
+
 def sft(parsed: argparse.Namespace) -> None:
     """Fine-tune on conversations."""
     from gnomon.data.chat import chat_format
@@ -37,35 +56,41 @@ def sft(parsed: argparse.Namespace) -> None:
     from gnomon.posttrain.recipe import load_sft
     from gnomon.posttrain.sft import fit
 
-    recipe, say = load_sft(parsed.recipe, tuple(parsed.overrides)), _say()
-    model, folder = starting(recipe.start_from, recipe.expert_weights, recipe.expert_inputs)
-    keep_tokenizer(folder, recipe.run)
-    form = chat_format(Tokenizer.load(recipe.run / "tokenizer"), recipe.chat_format)
-    examples = list(demonstrations.read(files(recipe.data), form))
-    say(f"{len(examples)} examples, {sum(len(each.token_ids) for each in examples):,} tokens")
-    rows = fit(model, examples, recipe.train, recipe.run, seed=recipe.seed, say=say)
-    last = f"last loss {rows[-1]['loss']:.4f}" if rows else "nothing was left to do"
-    say(f"{recipe.run}: {last}")
+    recipe = load_sft(parsed.recipe, tuple(parsed.overrides))
+    with _ranks(recipe.mesh) as mesh:
+        say = _say(mesh)
+        model, folder = starting(recipe.start_from, recipe.expert_weights, recipe.expert_inputs)
+        keep_tokenizer(folder, recipe.run, mesh)
+        form = chat_format(Tokenizer.load(recipe.run / "tokenizer"), recipe.chat_format)
+        examples = list(demonstrations.read(files(recipe.data), form))
+        say(f"{len(examples)} examples, {sum(len(each.token_ids) for each in examples):,} tokens")
+        rows = fit(model, examples, recipe.train, recipe.run, seed=recipe.seed, say=say, setup=_setup(mesh, "sft.toml", recipe))
+        last = f"last loss {rows[-1]['loss']:.4f}" if rows else "nothing was left to do"
+        say(f"{recipe.run}: {last}")
 
 
 def rl(parsed: argparse.Namespace) -> None:
     """Reinforce one cell."""
+    from dataclasses import replace
+
     from gnomon.model.runs import latest
     from gnomon.posttrain.recipe import load_rl
     from gnomon.posttrain.rl import Start, train
 
-    recipe, say = load_rl(parsed.recipe, tuple(parsed.overrides)), _say()
-    model, folder = starting(recipe.start_from)
-    keep_tokenizer(folder, recipe.run)
-    source, make = _problems(recipe)
-    cold = model if recipe.cold_start is None else starting(recipe.cold_start)[0]
-    if recipe.gate and latest(recipe.run) is None:
-        _ask(recipe, cold, source, say)
-    start = Start(model=model, source=source, budgets=_budgets(recipe, cold, source, say), seed=recipe.seed, say=say, sampler=make,
-                  tournament=_tournament(recipe, cold, source))
-    rows = train(start, recipe.train, recipe.run)
-    for row in rows[-1:]:
-        say(f"{recipe.run}: accuracy {row['accuracy']:.2f}, within budget {row['score']:.2f}, T {row['spent']:.1f}")
+    recipe = load_rl(parsed.recipe, tuple(parsed.overrides))
+    with _ranks(recipe.mesh) as mesh:
+        _require_alone(recipe, mesh)
+        model, folder = starting(recipe.start_from)
+        keep_tokenizer(folder, recipe.run, mesh)
+        (source, make), say = _problems(recipe), _say(mesh)
+        cold = model if recipe.cold_start is None else starting(recipe.cold_start)[0]
+        setup = _setup(mesh, "rl.toml", recipe, problems=recipe.problems, agents=recipe.agents, tournament=recipe.tournament)
+        start = Start(model=cold, source=source, seed=recipe.seed, say=say, setup=setup, sampler=make)
+        if recipe.gate and mesh.agree(latest(recipe.run) is None):
+            _ask(recipe, start)
+        start = replace(start, model=model, budgets=_budgets(recipe, start), tournament=_tournament(recipe, cold, source))
+        for row in train(start, recipe.train, recipe.run)[-1:]:
+            say(f"{recipe.run}: accuracy {row['accuracy']:.2f}, within budget {row['score']:.2f}, T {row['spent']:.1f}")
 
 
 def distill(parsed: argparse.Namespace) -> None:
@@ -75,15 +100,36 @@ def distill(parsed: argparse.Namespace) -> None:
     from gnomon.posttrain.rl import Start
     from gnomon.posttrain.teachers import Teachers
 
-    recipe, say = load_distill(parsed.recipe, tuple(parsed.overrides)), _say()
-    model, folder = starting(recipe.start_from)
-    keep_tokenizer(folder, recipe.run)
-    tokenizer = recipe.run / "tokenizer"
-    teachers = Teachers(recipe.teachers, model.config, tokenizer=tokenizer if tokenizer.is_dir() else None,
-                        temperature=recipe.train.sampling.temperature)
-    start = Start(model=model, source=source_of(recipe.problems), seed=recipe.seed, say=say)
-    for row in run(start, teachers, recipe.train, recipe.run)[-1:]:
-        say(f"{recipe.run}: divergence from the teachers {row['kl']:.3f} nats per token")
+    recipe = load_distill(parsed.recipe, tuple(parsed.overrides))
+    with _ranks(recipe.mesh) as mesh:
+        model, folder = starting(recipe.start_from)
+        keep_tokenizer(folder, recipe.run, mesh)
+        tokenizer, say = recipe.run / "tokenizer", _say(mesh)
+        teachers = Teachers(recipe.teachers, model.config, tokenizer=tokenizer if tokenizer.is_dir() else None,
+                            temperature=recipe.train.sampling.temperature)
+        setup = _setup(mesh, "distill.toml", recipe, problems=recipe.problems)
+        start = Start(model=model, source=source_of(recipe.problems), seed=recipe.seed, say=say, setup=setup)
+        for row in run(start, teachers, recipe.train, recipe.run)[-1:]:
+            say(f"{recipe.run}: divergence from the teachers {row['kl']:.3f} nats per token")
+
+
+def _setup(mesh: Mesh, name: str, recipe: Any, **decides: Any) -> Setup:
+    """What a loop needs to know of its recipe beside its own settings."""
+    from gnomon.config import to_toml
+    from gnomon.posttrain.keeping import Setup
+
+    decides = {name: value for name, value in decides.items() if value is not None}
+    return Setup(mesh=mesh, decides=decides, recipe=(name, to_toml(recipe, docs=True)))
+
+
+@contextmanager
+def _ranks(axes: Axes) -> Iterator[Mesh]:
+    """The ranks that torchrun started, or this process alone; one that is lost is named."""
+    from gnomon.parallel.mesh import join
+    from gnomon.parallel.roll import named
+
+    with join("cpu", axes) as mesh, named(mesh.roll):
+        yield mesh
 
 
 def starting(folder: Path, weights: str | None = None, inputs: str | None = None) -> tuple[Transformer, Path]:
@@ -102,10 +148,10 @@ def starting(folder: Path, weights: str | None = None, inputs: str | None = None
     return model, folder if released else folder / "tokenizer"
 
 
-def keep_tokenizer(source: Path, run: Path) -> None:
-    """Copy a tokenizer into a run folder, unless it has one or there is none."""
+def keep_tokenizer(source: Path, run: Path, mesh: Mesh) -> None:
+    """Copy a tokenizer into a run folder, unless it has one or there is none; the first rank does."""
     target = run / "tokenizer"
-    if source.is_dir() and not target.is_dir():
+    if mesh.is_main and source.is_dir() and not target.is_dir():
         from gnomon.data.tokenizer import Tokenizer
 
         run.mkdir(parents=True, exist_ok=True)
@@ -113,6 +159,7 @@ def keep_tokenizer(source: Path, run: Path) -> None:
             Tokenizer.load(source).save(target)
         else:
             shutil.copytree(source, target)
+    mesh.wait()
 
 
 def files(patterns: tuple[str, ...]) -> list[Path]:
@@ -148,6 +195,16 @@ def _problems(recipe: RLRecipe) -> tuple[ProblemSource, Makes | None]:
     return source_of(recipe.problems), None
 
 
+def _require_alone(recipe: RLRecipe, mesh: Mesh) -> None:
+    """Raises `ConfigError` for several ranks where a recipe names servers: these have the weights of one process, and one judge."""
+    from gnomon.errors import ConfigError
+
+    named = {"train.sampling.remote": recipe.train.sampling.remote, "agents": recipe.agents, "tournament": recipe.tournament}
+    for name, there in named.items():
+        if there is not None and mesh.world > 1:
+            raise ConfigError(f"'{name}' works in a run of one process, and {mesh.world} ranks were started; start it without torchrun")
+
+
 def _sampler(recipe: RLRecipe, cold: Transformer) -> AnySampler:
     """A sampler of the cold start."""
     make = _problems(recipe)[1] or recipe.train.sampling.sampler
@@ -167,20 +224,31 @@ def _tournament(recipe: RLRecipe, cold: Transformer, source: ProblemSource) -> T
     return opening.tournament(recipe.tournament, recipe.run, cold, measured)
 
 
-def _ask(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: Any) -> None:
+def _ask(recipe: RLRecipe, cold: Start) -> None:
     """The gate: is the cold start more often right where it thinks longer? Raises `TrainingError` with the picture's place where not."""
     from gnomon.posttrain import gate
 
-    sampling = recipe.train.sampling
-    with closing(_sampler(recipe, cold)) as sampler:
-        rollouts = sampling.graded(sampler, _fresh(recipe, source, recipe.gate, 8))
+    rollouts = _sampled(recipe, cold, recipe.gate, 8, graded=True)
     gates = gate.by_domain(dict.fromkeys(each.problem.domain for each in rollouts), rollouts)
     picture = recipe.run / "gate.svg"
-    recipe.run.mkdir(parents=True, exist_ok=True)
-    picture.write_text(gate.picture(gates), encoding="utf-8")
+    if cold.setup.mesh.is_main:
+        recipe.run.mkdir(parents=True, exist_ok=True)
+        picture.write_text(gate.picture(gates), encoding="utf-8")
     for each in gates:
-        say(f"gate of {each.domain}: {each.gain:+.2f} from the shortest to the longest third ({each.low:+.2f} to {each.high:+.2f})")
+        cold.say(f"gate of {each.domain}: {each.gain:+.2f} from the shortest to the longest third ({each.low:+.2f} to {each.high:+.2f})")
     gate.require(gates, picture)
+
+
+def _sampled(recipe: RLRecipe, cold: Start, count: int, purpose: int, *, graded: bool) -> Sequence[Rollout]:
+    """So many rollouts of the cold start, each rank's share of them sampled there and known to all."""
+    from gnomon.posttrain.partial import exchanged
+
+    sampling, mesh = recipe.train.sampling, cold.setup.mesh
+    fresh = _fresh(recipe, cold.source, count, purpose)
+    own = fresh[mesh.rank :: mesh.world]
+    with closing(_sampler(recipe, cold.model)) as sampler:
+        found = sampling.graded(sampler, own) if graded else sampler.sample(own).finished
+    return sorted(exchanged(mesh, found, {each.group: each.problem for each in fresh}), key=lambda each: each.group)
 
 
 def _fresh(recipe: RLRecipe, source: ProblemSource, count: int, purpose: int) -> list[Rollout]:
@@ -189,7 +257,7 @@ def _fresh(recipe: RLRecipe, source: ProblemSource, count: int, purpose: int) ->
     return [Rollout(problem=source.problem(i), group=i, member=0, seed=seed_of(recipe.seed, purpose, i)) for i in range(count)]
 
 
-def _budgets(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: Any) -> Budgets | None:
+def _budgets(recipe: RLRecipe, cold: Start) -> Budgets | None:
     """b0 from its file, or measured on the cold start. Raises `ConfigError` for a file that belongs to other weights."""
     from gnomon.errors import ConfigError
     from gnomon.posttrain import effort
@@ -197,25 +265,24 @@ def _budgets(recipe: RLRecipe, cold: Transformer, source: ProblemSource, say: An
 
     if recipe.budgets is None:
         return None
-    where, name = recipe.cold_start or recipe.start_from, fingerprint(cold)
-    if recipe.budgets.exists():
+    where, name = recipe.cold_start or recipe.start_from, fingerprint(cold.model)
+    if cold.setup.mesh.agree(recipe.budgets.exists()):
         known = effort.Budgets.load(recipe.budgets)
         if known.measured_on != name:
             raise ConfigError(f"'budgets' is {recipe.budgets}, measured on weights {known.measured_on}, but {where} has {name}; name the "
                               "checkpoint that it was measured on as 'cold_start', or another file, to measure anew")
         return known
-    rollouts = _fresh(recipe, source, recipe.budget_rollouts, 9)
-    with closing(_sampler(recipe, cold)) as sampler:
-        found = effort.measure(sampler.sample(rollouts).finished, name)
-    recipe.budgets.parent.mkdir(parents=True, exist_ok=True)
-    found.save(recipe.budgets)
+    found = effort.measure(_sampled(recipe, cold, recipe.budget_rollouts, 9, graded=False), name)
+    if cold.setup.mesh.is_main:
+        recipe.budgets.parent.mkdir(parents=True, exist_ok=True)
+        found.save(recipe.budgets)
     shown = ", ".join(f"{domain}/{kind} {tokens:.1f}" for (domain, kind), tokens in sorted(found.tokens.items()))
-    say(f"b0 measured on {where}: {shown}")
+    cold.say(f"b0 measured on {where}: {shown}")
     return found
 
 
-def _say() -> Any:
+def _say(mesh: Mesh) -> Any:
     from rich.console import Console
 
     console = Console(stderr=True)
-    return lambda line: console.print(line, highlight=False, markup=False)
+    return (lambda line: console.print(line, highlight=False, markup=False)) if mesh.is_main else (lambda line: None)

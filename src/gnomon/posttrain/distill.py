@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gnomon.config import setting
 from gnomon.errors import ConfigError
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain import effort, learner, objective
 from gnomon.posttrain.grading import Grading, Ungraded
 from gnomon.posttrain.keeping import KeepConfig, Kept
@@ -69,11 +70,11 @@ class DistillConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lesson:
-    """A rollout with what its teacher said, its outcome's advantage, and its weight."""
+    """A rollout with what its teacher said (None: another rank learns from it), its outcome's advantage, and its weight."""
 
     rollout: Rollout
     document: Document
-    said: Said
+    said: Said | None
     advantage: float
     weight: float
 
@@ -103,14 +104,15 @@ class Cells:
         self.divergence = {(domain, name): value for domain, name, value in state}
 
 
-def distill(start: Start, teachers: Teachers, config: DistillConfig, folder: Path, recipe: str | None = None) -> list[dict[str, Any]]:
+def distill(start: Start, teachers: Teachers, config: DistillConfig, folder: Path) -> list[dict[str, Any]]:
     """Distill, or go on where the folder stands; returns the rows of metrics of the steps that this call took.
 
     Raises `ConfigError` for a prompt whose cell has no teacher, `TrainingError` for numbers that are not finite.
     """
-    made = Learner(start.model, config.learner, config.steps * config.updates)
-    pool, cells = Pool(start.source, config.pool, start.seed), Cells()
-    kept = Kept(folder=folder, config=config.keep, learner=made, seed=start.seed, memory={"pool": pool, "cells": cells}, recipe=recipe)
+    made = Learner(start.model, config.learner, config.steps * config.updates, start.setup.mesh)
+    pool, cells = Pool(start.source, config.pool, start.seed, made.mesh), Cells()
+    kept = Kept(folder=folder, config=config.keep, learner=made, seed=start.seed, memory={"pool": pool, "cells": cells},
+                decides=start.decides(config) | {"teachers": teachers.names()}, recipe=start.setup.recipe)
     done, offset = kept.begin()
     rows = []
     graders: Any = Grading(config.sampling.graders, config.sampling.grader_seconds) if config.outcome else nullcontext(Ungraded())
@@ -121,29 +123,30 @@ def distill(start: Start, teachers: Teachers, config: DistillConfig, folder: Pat
             sampler.load(made.model, step)
             iteration = pool.iterate(sampler, grading)
             sampled = time.perf_counter() - began
-            lessons = prepare(iteration, teachers, cells, config)
+            lessons = prepare(made, iteration, teachers, cells, config)
             asked = time.perf_counter() - began - sampled
             read = sum(len(each.document.token_ids) for each in lessons)
             row = {"step": step + 1, **learn(made, lessons, cells, start.seed, config, step), "read_tokens": read, "trained_tokens": read,
-                   "teacher_tokens": read, "carried": iteration.carried,
+                   "teacher_tokens": read, "carried": iteration.carried, "failed": iteration.failed,
                    "dropped": iteration.dropped, "sampled_tokens": iteration.sampled_tokens, "sampling_seconds": sampled,
                    "teacher_seconds": asked, "seconds": time.perf_counter() - began}
-            metrics.write(row)
+            kept.note(metrics, row)
             rows.append(row)
             if kept.due(step + 1, config.steps):
                 kept.save(step + 1, metrics)
     return rows
 
 
-def prepare(iteration: Iteration, teachers: Teachers, cells: Cells, config: DistillConfig) -> list[Lesson]:
-    """Each rollout that says anything, with its teacher's word."""
-    rollouts = [r for group in iteration.groups for r in group.rollouts if r.sampled]
+def prepare(made: Learner, iteration: Iteration, teachers: Teachers, cells: Cells, config: DistillConfig) -> list[Lesson]:
+    """Each rollout that says anything; this rank's share of them with their teachers' word."""
+    rollouts = [r for group in iteration.groups for r in group.rollouts if r.sampled and r.end != "failed"]
     outcomes = _outcomes(iteration.groups, config)
     documents = [learner.document(r) for r in rollouts]
-    said = teachers.score([(r.problem.cell, d) for r, d in zip(rollouts, documents, strict=True)], config.mode, config.k)
+    own = made.share(range(len(rollouts)))
+    said = dict(zip(own, teachers.score([(rollouts[i].problem.cell, documents[i]) for i in own], config.mode, config.k), strict=True))
     weights = cells.weights() if config.reweigh else {}
-    return [Lesson(rollout=r, document=d, said=s, advantage=outcomes.get((r.group, r.member), 0.0), weight=weights.get(r.problem.cell, 1.0))
-            for r, d, s in zip(rollouts, documents, said, strict=True)]
+    return [Lesson(rollout=r, document=documents[i], said=said.get(i), advantage=outcomes.get((r.group, r.member), 0.0),
+                   weight=weights.get(r.problem.cell, 1.0)) for i, r in enumerate(rollouts)]
 
 
 def _outcomes(groups: Sequence[Group], config: DistillConfig) -> Mapping[tuple[int, int], float]:
@@ -161,6 +164,18 @@ class Seen:
     cells: dict[Cell, np.ndarray] = field(default_factory=lambda: defaultdict(lambda: np.zeros(6)))
     kept: list[tuple[float, int]] = field(default_factory=list)
     loss: float = 0.0
+
+    def of_all(self, mesh: Mesh) -> Seen:
+        """What all ranks saw."""
+        if mesh.world == 1:
+            return self
+        whole = Seen()
+        for cells, kept, loss in mesh.gather((dict(self.cells), self.kept, self.loss)):
+            for cell in sorted(cells):
+                whole.cells[cell] += cells[cell]
+            whole.kept += kept
+            whole.loss += loss
+        return whole
 
     def row(self) -> dict[str, Any]:
         """As metrics: over all cells, and each cell under `kl/domain/effort` and so on."""
@@ -180,8 +195,10 @@ def learn(made: Learner, lessons: Sequence[Lesson], cells: Cells, seed: int, con
     for part in range(config.updates):
         chosen = [lessons[i] for i in order[part :: config.updates]]
         count = max(1, sum(len(each.rollout.sampled) for each in chosen))
-        pieces = list(learner.in_pieces(chosen, [len(each.document.token_ids) for each in chosen], config.learner.micro_tokens))
+        own = [each for each in chosen if each.said is not None]
+        pieces = list(learner.in_pieces(own, [len(each.document.token_ids) for each in own], config.learner.micro_tokens))
         norms.append(made.update(pieces, lambda piece, count=count: _loss(made, piece, count, config, seen)))  # type: ignore[misc]
+    seen = seen.of_all(made.mesh)
     for cell, sums in seen.cells.items():
         cells.observe(cell, float(sums[1] / max(1.0, sums[0])))
     return seen.row() | {"gradient_norm": sum(norms) / len(norms), "learning_rate": rate}
@@ -190,7 +207,7 @@ def learn(made: Learner, lessons: Sequence[Lesson], cells: Cells, seed: int, con
 def _loss(made: Learner, lessons: list[Lesson], count: int, config: DistillConfig, seen: Seen) -> Tensor:
     """The loss of some lessons as a share of an update's `count` tokens."""
     laid = learner.stream([each.document for each in lessons], made.mesh.device)
-    teacher = torch.cat([each.said.logprobs for each in lessons]).to(laid.behaviour)
+    teacher = torch.cat([said.logprobs for said in _said(lessons)]).to(laid.behaviour)
     weights = torch.tensor([each.weight for each in lessons]).to(laid.behaviour)[laid.owner] / count
     temperature = config.sampling.temperature
     if config.mode == "sampled":
@@ -211,12 +228,16 @@ def _loss(made: Learner, lessons: list[Lesson], count: int, config: DistillConfi
 
 
 def _divergence(scores: Tensor, lessons: Sequence[Lesson]) -> Tensor:
-    said = [each.said for each in lessons]
+    said = _said(lessons)
     theirs = torch.cat([s.scores for s in said if s.scores is not None]).to(scores)
     if said[0].ids is None:
         return objective.reverse_kl(scores, theirs)
     ids = torch.cat([s.ids for s in said if s.ids is not None]).to(scores.device)
     return objective.corrected_top_k(scores.gather(1, ids), theirs)
+
+
+def _said(lessons: Sequence[Lesson]) -> list[Said]:
+    return [each.said for each in lessons if each.said is not None]
 
 
 def _note(lessons: Sequence[Lesson], owner: Tensor, student: Tensor, teacher: Tensor, limit: float, seen: Seen) -> None:

@@ -26,17 +26,22 @@ FAILURES = (GnomonError, ArithmeticError, AssertionError, AttributeError, Lookup
 
 UNJUDGED = Score(reward=None, error="the problem has no grader; its group is judged as a whole, or not at all")
 
+TICK = 1.0
+"""Seconds between two looks at the clock. No look counts for more: a process that was stopped for an hour has waited for one of them."""
+
 Key = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One rollout to judge; `started` is None while it waits. `given_up`: it hangs, and another thread is there for the rest."""
+    """One rollout to judge; `started` is None while it waits for a thread, `waited` are the seconds that it was waited for since then.
+    `given_up`: it hangs, and another thread is there for the rest."""
 
     rollout: Rollout
     world: Episode | None
     result: Future[Score]
     started: float | None = None
+    waited: float = 0.0
     given_up: bool = False
 
 
@@ -57,7 +62,11 @@ class Grading:
         """Judge a finished rollout soon; its world is closed afterwards."""
         job = _Job(rollout, world, Future())
         self._jobs[rollout.group, rollout.member] = job
-        self._todo.put(job)
+        if rollout.score is not None:  # nothing is left to judge
+            job.result.set_result(rollout.score)
+            _close(job)
+        else:
+            self._todo.put(job)
 
     def collect(self) -> list[Rollout]:
         """All that were submitted since the last call, graded, by group and member. Waits; one that hangs is given up."""
@@ -65,8 +74,11 @@ class Grading:
         return [job.rollout.graded(self._score(job, jobs.values())) for _, job in sorted(jobs.items(), key=lambda pair: pair[0])]
 
     def _score(self, job: _Job, jobs: Collection[_Job]) -> Score:
+        passed = 0.0
         while not job.result.done() and not job.given_up:
-            _wait(job.result, min(self._relieve(jobs), 1.0))
+            seconds, began = self._relieve(jobs, passed), time.monotonic()
+            _wait(job.result, min(seconds, TICK))
+            passed = min(TICK, time.monotonic() - began)
         if job.given_up:
             return Score(reward=None, error=f"the grader of problem {job.rollout.problem.id} ran past {self.timeout_seconds:g} s")
         error = job.result.exception()
@@ -74,13 +86,15 @@ class Grading:
             return Score(reward=None, error=f"the grader of problem {job.rollout.problem.id} failed: {type(error).__name__}: {error}")
         return job.result.result()
 
-    def _relieve(self, jobs: Collection[_Job]) -> float:
-        """Replace the threads of all jobs that hang: one that waits may have none left. Returns the seconds until the next may hang."""
+    def _relieve(self, jobs: Collection[_Job], passed: float) -> float:
+        """Replace the threads of all jobs that hang: one that waits may have none left. `passed` are the seconds since the last look.
+        Returns the seconds until the next may hang."""
         soonest = self.timeout_seconds
         for job in jobs:
             if job.started is None or job.result.done() or job.given_up:
                 continue
-            left = job.started + self.timeout_seconds - time.monotonic()
+            job.waited += min(passed, time.monotonic() - job.started)
+            left = self.timeout_seconds - job.waited
             if left <= 0:
                 job.given_up = True
                 self._add_thread()

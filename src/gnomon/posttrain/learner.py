@@ -1,8 +1,8 @@
 """The trainer's side: rollouts laid end to end, their log-probabilities under the weights as they are now, one update of the weights.
 
 Every loop of this package learns through `Learner`; what it minimises is in `objective.py`. Rollouts lie in one stream, each a document of
-its own, so there is no padding. Under torchrun each rank brings its own rollouts, and gradients are added over ranks: a loss must
-therefore be a share of the whole batch's loss, which `mesh.sum` of the counts gives. Read next: `rl.py`, `distill.py`, `sft.py`.
+its own, so there is no padding. Under torchrun all ranks know the whole batch, each computes its `share` of it, and gradients are added
+over ranks: a loss is therefore a share of the whole batch's loss, whichever rank it is of. Read next: `rl.py`, `distill.py`, `sft.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from gnomon.config import setting
 from gnomon.errors import ConfigError, TrainingError
+from gnomon.model.router import recorded, replayed
 from gnomon.model.transformer import Transformer
+from gnomon.parallel.axes import TOKENS
+from gnomon.parallel.gradients import added
 from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain.rollout import Rollout
 from gnomon.train.muon import Muon
@@ -29,6 +32,8 @@ from gnomon.train.settings import MuonConfig
 from gnomon.train.units import head_rows
 
 T = TypeVar("T")
+Routes = Sequence[Tensor]
+"""For each layer with experts, in order, those of each token of a stream [N, k]."""
 SCORES = 1 << 24
 """Logits alive at a time: above that many, they are computed again for the backward pass instead of kept."""
 
@@ -135,7 +140,8 @@ def token_logprobs(model: Transformer, piece: Stream, temperature: float = 1.0) 
 
 
 def _scores(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    logits = functional.linear(hidden, weight.to(hidden.dtype)).float()
+    logits = functional.linear(hidden, weight.to(hidden.dtype))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -functional.cross_entropy(logits / temperature if temperature else logits, targets, reduction="none")
 
 
@@ -145,6 +151,8 @@ class Learner:
     def __init__(self, model: Transformer, config: LearnerConfig, total_updates: int, mesh: Mesh | None = None) -> None:
         self.model, self.config, self.total, self.mesh = model.train(), config, max(1, total_updates), mesh or Mesh()
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._routers, several = model.routers(), self.mesh.world > 1
+        self._exchange = added([(p, self.mesh.group(*TOKENS)) for _, p in trained]) if several else None
         self.optimizer = Muon(trained, config.optimizer, head_rows(model.config))
 
     @property
@@ -156,15 +164,25 @@ class Learner:
         """The learning rate of the next update."""
         return self.config.optimizer.learning_rate * self.config.schedule.factor(min(self.updates, self.total - 1), self.total)
 
-    def update(self, pieces: Sequence[T], loss: Callable[[T], Tensor]) -> float:
-        """One update from the summed losses of the pieces; returns the norm of the gradient before it was clipped.
+    def share(self, batch: Sequence[T]) -> list[T]:
+        """What this rank computes of a batch that all ranks know."""
+        return list(batch[self.mesh.rank :: self.mesh.world])
+
+    def total_of(self, own: float) -> float:
+        """The sum over ranks."""
+        total = torch.tensor(own, dtype=torch.float64, device=self.mesh.device)
+        self.mesh.sum(total)
+        return total.item()
+
+    def update(self, pieces: Sequence[T], loss: Callable[[T], Tensor], routes: Callable[[T], Routes] = lambda _: ()) -> float:
+        """One update from the summed losses of the pieces of all ranks; returns the norm of the gradient before it was clipped.
+
+        `routes` gives the experts that a piece's tokens go to, as `routes_of` found them; empty: those that the weights choose now.
 
         Raises `TrainingError` for a gradient that is not finite, before the weights change.
         """
         self.optimizer.zero_grad()
-        for piece in pieces:
-            loss(piece).backward()
-        self._reduce()
+        self._backward(pieces, loss, routes)
         if not any(p.grad is not None for p in self.optimizer.parameters()):
             return 0.0
         norm = self.optimizer.clip_gradient().item()
@@ -174,13 +192,25 @@ class Learner:
         self.optimizer.step(self.rate())
         return norm
 
-    def _reduce(self) -> None:
-        if self.mesh.world == 1:
-            return
-        for parameter in self.optimizer.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self.mesh.sum(parameter.grad)
+    def _backward(self, pieces: Sequence[T], loss: Callable[[T], Tensor], routes: Callable[[T], Routes]) -> None:
+        """The gradient of the summed losses; what other ranks have is added while the last pass runs."""
+        if self._exchange is not None and not pieces:  # the others may have some
+            self._exchange.arm()
+        for number, piece in enumerate(pieces, 1):
+            with replayed(self._routers, routes(piece)):
+                value = loss(piece)
+                if self._exchange is not None and number == len(pieces):
+                    self._exchange.arm()
+                value.backward()
+        if self._exchange is not None:
+            self._exchange.finish()
+
+    @torch.no_grad()
+    def routes_of(self, documents: Sequence[Document]) -> Routes:
+        """The experts that the weights as they are now choose for documents which lie in one stream."""
+        with recorded(self._routers) as found:
+            hidden_states(self.model, stream(documents, self.mesh.device))
+            return tuple(calls[0] for calls in found)
 
     @torch.no_grad()
     def logprobs(self, documents: Sequence[Document], temperature: float = 1.0) -> list[Tensor]:

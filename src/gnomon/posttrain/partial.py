@@ -3,7 +3,8 @@
 An iteration samples until a share lambda of the pool's rollouts has finished, and hands out each group whose K rollouts are all done. The
 others stay in the pool and are resumed first in the next iteration, with newer weights: a rollout may span several versions, and every
 span keeps the version and the log-probabilities that it was sampled with. What is too old is dropped and counted.
-`state` is all that a checkpoint needs. Read next: `rl.py`.
+`state` is all that a checkpoint needs. Under torchrun every rank knows the whole pool; each samples and grades the rollouts that are its
+own, and all tell each other what became of them. Read next: `rl.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from gnomon.config import setting
 from gnomon.errors import CheckpointError, ConfigError
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain import rollout as records
 from gnomon.posttrain.grading import Grading, Ungraded
 from gnomon.posttrain.policy import AnySampler
@@ -61,10 +63,10 @@ class Iteration:
 
 
 class Pool:
-    """N groups at work; `first` and `stride` share the problems out among ranks."""
+    """N groups at work, the same on every rank of `mesh`."""
 
-    def __init__(self, source: ProblemSource, config: PoolConfig, seed: int, *, first: int = 0, stride: int = 1) -> None:
-        self.source, self.config, self.seed, self._first, self._stride = source, config, seed, first, stride
+    def __init__(self, source: ProblemSource, config: PoolConfig, seed: int, mesh: Mesh | None = None) -> None:
+        self.source, self.config, self.seed, self.mesh = source, config, seed, mesh or Mesh()
         self.next_number = 0
         self.problems: dict[int, Problem] = {}
         self.waiting: list[Rollout] = []  # unfinished, in the order in which they are resumed
@@ -78,15 +80,21 @@ class Pool:
         groups: list[Group] = []
         dropped = self._drop_stale(sampler.version)
         while not groups:
-            enough = math.ceil(self.config.share * len(self.waiting))
-            made = sampler.sample(self.waiting, enough=enough, on_finished=grading.submit)
-            self.waiting = list(made.unfinished)
-            tokens, steps = tokens + made.tokens, steps + made.steps
-            for rollout in grading.collect():
+            own = [rollout for rollout in self.waiting if self._is_own(rollout)]
+            made = sampler.sample(own, enough=math.ceil(self.config.share * len(own)), on_finished=grading.submit)
+            tokens += sum(self.mesh.gather(made.tokens))
+            steps += max(self.mesh.gather(made.steps))
+            graded = exchanged(self.mesh, grading.collect(), self.problems)
+            self.waiting = exchanged(self.mesh, made.unfinished, self.problems)
+            for rollout in sorted(graded, key=lambda r: (r.group, r.member)):
                 self.done.setdefault(rollout.group, []).append(rollout)
             groups = self._complete()
         failed = sum(1 for group in groups for r in group.rollouts if r.score is not None and r.score.reward is None)
         return Iteration(groups=tuple(groups), carried=carried, dropped=dropped, failed=failed, sampled_tokens=tokens, steps=steps)
+
+    def _is_own(self, rollout: Rollout) -> bool:
+        """Whether this rank samples it; who began one goes on with it, since its world may be on that machine."""
+        return (rollout.group * self.config.group_size + rollout.member) % self.mesh.world == self.mesh.rank
 
     def _fill(self) -> None:
         """New prompts behind those that are resumed, until the pool has N."""
@@ -97,12 +105,11 @@ class Pool:
             self.waiting += self._fresh(number, range(self.config.group_size))
 
     def _open(self, number: int) -> Problem:
-        self.problems[number] = self.source.problem(self._first + number * self._stride)
+        self.problems[number] = self.source.problem(number)
         return self.problems[number]
 
     def _fresh(self, number: int, members: Sequence[int], attempt: int = 0) -> list[Rollout]:
-        index = self._first + number * self._stride
-        return [Rollout(problem=self.problems[number], group=number, member=m, seed=seed_of(self.seed, index, m, attempt), notes={
+        return [Rollout(problem=self.problems[number], group=number, member=m, seed=seed_of(self.seed, number, m, attempt), notes={
             "attempt": attempt} if attempt else {}) for m in members]
 
     def _drop_stale(self, version: int) -> int:
@@ -129,14 +136,22 @@ class Pool:
         self.next_number, self.problems, self.done = state["next"], {}, {}
         for number in state["open"]:
             self._open(number)
-        self.waiting = [self._read(record) for record in state["waiting"]]
+        self.waiting = [_read(record, self.problems) for record in state["waiting"]]
         for record in state["done"]:
-            rollout = self._read(record)
+            rollout = _read(record, self.problems)
             self.done.setdefault(rollout.group, []).append(rollout)
 
-    def _read(self, record: Mapping[str, Any]) -> Rollout:
-        problem = self.problems.get(record["group"])
-        if problem is None or problem.id != record["problem"]:
-            raise CheckpointError(f"the pool has a rollout of problem '{record['problem']}' in group {record['group']}, but its source now "
-                                  f"gives '{None if problem is None else problem.id}'; resume with the problems that the run began with")
-        return records.from_json(record, problem)
+
+def exchanged(mesh: Mesh, own: Sequence[Rollout], problems: Mapping[int, Problem]) -> list[Rollout]:
+    """The rollouts of all ranks, those of the first one first, on every rank; `problems` are those of each group."""
+    if mesh.world == 1:
+        return list(own)
+    return [_read(record, problems) for records in mesh.gather([rollout.to_json() for rollout in own]) for record in records]
+
+
+def _read(record: Mapping[str, Any], problems: Mapping[int, Problem]) -> Rollout:
+    problem = problems.get(record["group"])
+    if problem is None or problem.id != record["problem"]:
+        raise CheckpointError(f"the pool has a rollout of problem '{record['problem']}' in group {record['group']}, but its source now "
+                              f"gives '{None if problem is None else problem.id}'; resume with the problems that the run began with")
+    return records.from_json(record, problem)

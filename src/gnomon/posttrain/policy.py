@@ -12,23 +12,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gnomon.agent.trajectory import Span
+from gnomon.agent.trajectory import Score, Span
 from gnomon.errors import CapacityError, ConfigError, TrainingError
 from gnomon.model.inference_state import PackedRows
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain.problem import Episode, Problem
 from gnomon.posttrain.rollout import End, Rollout, chosen, given
+from gnomon.posttrain.worlds import Failed, answers, closed, opened
 from gnomon.serve.runner import Runner, runner_for
 from gnomon.serve.sampler import COLDEST, uniform
 
 PAGE_TOKENS = 32
 """Tokens of a page of latents: short, since many answers are."""
+WORLD_SECONDS = 600.0
+"""What a world may take for one answer where nobody says otherwise."""
 
 Floats = NDArray[np.float32]
 Finished = Callable[[Rollout, Episode | None], None]
@@ -70,13 +74,15 @@ class Sampler:
 
     At most `slots` rollouts are in work, and at most `cache_tokens` ids of theirs: what does not fit waits. `temperature` 0 takes the
     likeliest id. Log-probabilities are those of the distribution that was drawn from (at temperature 0, of temperature 1).
+    A world that fails, or takes longer than `world_seconds` for an answer, ends its rollout with a score that says so and has no reward.
     """
 
-    def __init__(self, model: Transformer, *, slots: int = 256, cache_tokens: int = 65_536, temperature: float = 1.0, version: int = 0):
-        if slots < 1 or cache_tokens < 1 or temperature < 0:
-            raise ConfigError(f"'slots' {slots} and 'cache_tokens' {cache_tokens} must be positive, "
+    def __init__(self, model: Transformer, *, slots: int = 256, cache_tokens: int = 65_536, temperature: float = 1.0, version: int = 0,
+                 world_seconds: float = WORLD_SECONDS) -> None:
+        if slots < 1 or cache_tokens < 1 or temperature < 0 or world_seconds <= 0:
+            raise ConfigError(f"'slots' {slots}, 'cache_tokens' {cache_tokens} and 'world_seconds' {world_seconds} must be positive, "
                               f"'temperature' {temperature} not negative")
-        self.slots, self.cache_tokens, self.temperature = slots, cache_tokens, temperature
+        self.slots, self.cache_tokens, self.temperature, self.world_seconds = slots, cache_tokens, temperature, world_seconds
         self.runner: Runner
         self.load(model, version)
         self.pool = self.runner.new_pool(slots, cache_tokens, PAGE_TOKENS)
@@ -90,13 +96,17 @@ class Sampler:
         """Let the rollouts grow until `enough` of them have finished (None: all), earlier ones of the list first.
 
         `on_finished` is given each at once with its open world, for grading beside the sampling, and must close that world; without it
-        worlds are closed here. Raises `CapacityError` for one that can never fit, `TrainingError` for logits that are no numbers.
+        worlds are closed here. Raises `CapacityError` for one that can never fit, `TrainingError` for logits that are no numbers and for an
+        engine that fails; then all open worlds are closed.
         """
         work = _Work(self, rollouts, on_finished)
         wanted = len(rollouts) if enough is None else min(enough, len(rollouts))
-        while len(work.finished) < wanted and work.step():
-            pass
-        return Sampled(finished=tuple(work.finished), unfinished=work.put_aside(), steps=work.steps, tokens=work.tokens)
+        try:
+            while len(work.finished) < wanted and work.step():
+                pass
+            return Sampled(finished=tuple(work.finished), unfinished=work.put_aside(), steps=work.steps, tokens=work.tokens)
+        finally:
+            work.close()
 
     def close(self) -> None:
         """There is nothing to give back."""
@@ -119,6 +129,7 @@ class _Row:
     world: Episode | None
     spans: list[Span]
     heard: int  # sampled ids that the world has answered
+    failure: str | None = None
     past: int = 0
     end: End | None = None
 
@@ -172,12 +183,18 @@ class _Work:
         self.said[slots] += 1
         self.steps += 1
         self.tokens += len(ids)
-        ended = False
+        asking = []
         for row, token, look in zip(self.rows, ids.tolist(), self.notable[ids].tolist(), strict=True):
             row.count += 1
             row.pending = (token,)
-            if look:
-                self._look(row, token)
+            if look and token in row.problem.stop_ids:
+                row.end = "stop"
+            elif look and token in row.problem.asks and row.world is not None:
+                asking.append(row)
+        if asking:
+            self._hear(asking)
+        ended = False
+        for row in self.rows:
             if row.end is None and row.count >= row.problem.max_tokens:
                 row.end = "length"
             ended |= row.end is not None
@@ -190,10 +207,16 @@ class _Work:
             rollout = self.waiting.popleft()
             problem, slot = rollout.problem, self.free_slots.pop()
             table = [self.free_pages.pop() for _ in range(_pages(problem))]
-            world = None if problem.begin is None else problem.begin(rollout.world)
+            world = None if problem.begin is None else opened(partial(problem.begin, rollout.world))
             self.said[slot] = 0
-            self.rows.append(_Row(rollout=rollout, slot=slot, table=table, pending=rollout.token_ids, count=len(rollout.sampled),
-                                  world=world, spans=list(rollout.spans), heard=rollout.heard))
+            row = _Row(rollout=rollout, slot=slot, table=table, pending=rollout.token_ids, count=len(rollout.sampled), world=None,
+                       spans=list(rollout.spans), heard=rollout.heard)
+            if isinstance(world, Failed):
+                row.end, row.failure = "failed", world.error
+                self._finish(row)
+            else:
+                row.world = world
+                self.rows.append(row)
 
     def _forward(self) -> Floats:
         rows, sizes = self.rows, [len(row.pending) for row in self.rows]
@@ -204,7 +227,11 @@ class _Work:
             tokens=torch.tensor([token for row in rows for token in row.pending]),
             bounds=torch.from_numpy(np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))),
             past=torch.tensor([row.past for row in rows]), slots=torch.tensor([row.slot for row in rows]), pages=torch.from_numpy(pages))
-        logits = self.sampler.runner.forward(packed, self.sampler.pool).logits
+        try:
+            logits = self.sampler.runner.forward(packed, self.sampler.pool).logits
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise TrainingError(f"the engine failed while it sampled with the weights of step {self.sampler.version} "
+                                f"({type(error).__name__}: {error}); the same command again goes on from the last checkpoint") from error
         assert logits is not None
         for row, size in zip(rows, sizes, strict=True):
             row.past += size
@@ -215,22 +242,29 @@ class _Work:
         counts = np.array([row.count for row in self.rows], dtype=np.uint64)
         return draw(logits, seeds, counts, self.sampler.temperature, self.sampler.version)
 
-    def _look(self, row: _Row, token: int) -> None:
-        """An id that may end the rollout, or that the world answers."""
-        if token in row.problem.stop_ids:
-            row.end = "stop"
-        elif token in row.problem.asks and row.world is not None:
+    def _hear(self, asking: Sequence[_Row]) -> None:
+        """Worlds answer ids that ask them."""
+        questions = []
+        for row in asking:
             self._close_span(row)
             sampled = [i for span in row.spans if span.sampled for i in span.token_ids]
-            said = row.world.reply(tuple(sampled[row.heard :]))
-            row.heard = row.count
-            if said is None:
-                row.end = "world"
-            elif said:
-                row.spans.append(given(tuple(said)))
-                row.pending = (token, *said)
-                if sum(len(span.token_ids) for span in row.spans if not span.sampled) > row.problem.room:
-                    raise ConfigError(f"problem {row.problem.id}: its world said more than the {row.problem.room} ids of 'room'")
+            assert row.world is not None
+            questions.append(partial(row.world.reply, tuple(sampled[row.heard :])))
+        for row, said in zip(asking, answers(questions, self.sampler.world_seconds), strict=True):
+            self._take(row, said)
+
+    def _take(self, row: _Row, said: tuple[int, ...] | Failed | None) -> None:
+        """What a world said goes into its rollout, or ends it."""
+        row.heard = row.count
+        if isinstance(said, Failed):
+            row.end, row.failure = "failed", said.error
+        elif said is None:
+            row.end = "world"
+        elif said:
+            row.spans.append(given(tuple(said)))
+            row.pending = (*row.pending, *said)
+            if sum(len(span.token_ids) for span in row.spans if not span.sampled) > row.problem.room:
+                raise ConfigError(f"problem {row.problem.id}: its world said more than the {row.problem.room} ids of 'room'")
 
     def _close_span(self, row: _Row) -> None:
         count = int(self.said[row.slot])
@@ -244,13 +278,20 @@ class _Work:
         going = [row for row in self.rows if row.end is None]
         for row in self.rows:
             if row.end is not None:
-                rollout = self._leave(row)
-                self.finished.append(rollout)
-                if self.on_finished is not None:
-                    self.on_finished(rollout, row.world)
-                elif row.world is not None:
-                    row.world.close()
+                self._finish(row)
         self.rows = going
+
+    def _finish(self, row: _Row) -> None:
+        """It has ended: out of its slot, and to who grades it."""
+        rollout = self._leave(row)
+        if row.failure is not None:
+            rollout = rollout.graded(Score(reward=None, error=f"problem {row.problem.id}: {row.failure}"))
+        self.finished.append(rollout)
+        world, row.world = row.world, None
+        if self.on_finished is not None:
+            self.on_finished(rollout, world)
+        else:
+            closed(world)
 
     def _leave(self, row: _Row) -> Rollout:
         self._close_span(row)
@@ -260,15 +301,30 @@ class _Work:
 
     def put_aside(self) -> tuple[Rollout, ...]:
         """The unfinished ones as they stand, those in work first."""
+        worlds = [row.world for row in self.rows if row.world is not None]
+        states = deque(answers([world.state for world in worlds], self.sampler.world_seconds))
         aside = []
         for row in self.rows:
             rollout = self._leave(row)
             if row.world is not None:
-                rollout = replace(rollout, world=row.world.state())
-                row.world.close()
+                state = states.popleft()
+                rollout = replace(rollout, world=state) if not isinstance(state, Failed) else _anew(rollout)
+                closed(row.world)
+                row.world = None
             aside.append(rollout)
         self.rows = []
         return (*aside, *self.waiting)
+
+    def close(self) -> None:
+        """Give back the worlds of rollouts that are still in work, which they are only where something failed."""
+        for row in self.rows:
+            closed(row.world)
+        self.rows = []
+
+
+def _anew(rollout: Rollout) -> Rollout:
+    """From its prompt again: its world could not say where it stands."""
+    return replace(rollout, spans=(), heard=0, world=None)
 
 
 def _pages(problem: Problem) -> int:

@@ -14,6 +14,7 @@ from gnomon import config as toml
 from gnomon.config import setting
 from gnomon.errors import ConfigError
 from gnomon.model.config import PRESETS
+from gnomon.parallel.axes import Axes
 from gnomon.posttrain.agentic import AgentsConfig
 from gnomon.posttrain.distill import DistillConfig
 from gnomon.posttrain.rl import RLConfig
@@ -34,8 +35,10 @@ class SFTRecipe:
     expert_weights: Literal["full", "mxfp4"] = setting("mxfp4", "mxfp4: routed experts are trained as MXFP4 stores them")
     expert_inputs: Literal["full", "mxfp8"] = setting("mxfp8", "mxfp8: what routed experts multiply is rounded to MXFP8")
     train: SFTConfig = setting(SFTConfig(), "epochs, batches, optimiser")
+    mesh: Axes = setting(Axes(), "torchrun's ranks; only copies of the model (data), each with a share of the rollouts or examples")
 
     def __post_init__(self) -> None:
+        _require_copies(self.mesh)
         if not self.data:
             raise ConfigError("'data' is empty; name files of conversations")
 
@@ -55,8 +58,10 @@ class RLRecipe:
     cold_start: Path | None = setting(None, "run folder that b0 belongs to; none: start_from")
     gate: int = setting(0, "above 0: first ask so many rollouts of the cold start whether thinking helps; refuse where not")
     train: RLConfig = setting(RLConfig(), "steps, pool, objective, effort")
+    mesh: Axes = setting(Axes(), "torchrun's ranks; only copies of the model (data), each with a share of the rollouts or examples")
 
     def __post_init__(self) -> None:
+        _require_copies(self.mesh)
         if self.budget_rollouts < 1 or self.gate < 0:
             raise ConfigError(f"'budget_rollouts' {self.budget_rollouts} must be at least 1 and 'gate' {self.gate} not negative")
         if (self.problems is None) == (self.agents is None):
@@ -75,6 +80,28 @@ class DistillRecipe:
     problems: str = setting(doc="dotted path your_pkg.tasks:Source; each problem says its domain and effort")
     teachers: tuple[TeacherConfig, ...] = setting(doc="one run folder for each (domain, effort)")
     train: DistillConfig = setting(DistillConfig(), "steps, pool, mode")
+    mesh: Axes = setting(Axes(), "torchrun's ranks; only copies of the model (data), each with a share of the rollouts or examples")
+
+    def __post_init__(self) -> None:
+        _require_copies(self.mesh)
+
+
+def _require_copies(mesh: Axes) -> None:
+    """Raises `ConfigError` for ranks that would not have the whole model."""
+    for name in ("expert", "context", "pipeline"):
+        if getattr(mesh, name) > 1:
+            raise ConfigError(f"'mesh.{name}' is {getattr(mesh, name)}; in post-training each rank has the whole model, since it samples "
+                              "from it; leave it at 1, and ranks share rollouts or examples")
+    if mesh.zero:
+        raise ConfigError(f"'mesh.zero' is {mesh.zero}; in post-training each rank keeps all states of the optimiser; leave it at 0")
+
+
+def load(path: Path, overrides: tuple[str, ...] = ()) -> SFTRecipe | RLRecipe | DistillRecipe:
+    """Read a recipe of any of the three verbs, by what is in it."""
+    table = toml.read_toml(path, PRESETS)
+    if "problems" not in table and "agents" not in table:
+        return load_sft(path, overrides)
+    return load_distill(path, overrides) if "teachers" in table else load_rl(path, overrides)
 
 
 def load_sft(path: Path, overrides: tuple[str, ...] = ()) -> SFTRecipe:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,15 +24,16 @@ from torch import Tensor
 from gnomon.config import setting
 from gnomon.errors import ConfigError
 from gnomon.model.transformer import Transformer
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain import effort, learner, objective
 from gnomon.posttrain.collecting import CollectConfig, collect
 from gnomon.posttrain.effort import Budgets, CellTau, Tau, TauConfig
 from gnomon.posttrain.grading import Grading
-from gnomon.posttrain.keeping import KeepConfig, Kept
-from gnomon.posttrain.learner import Document, Learner, LearnerConfig
+from gnomon.posttrain.keeping import KeepConfig, Kept, Setup
+from gnomon.posttrain.learner import Document, Learner, LearnerConfig, Routes
 from gnomon.posttrain.objective import ObjectiveConfig
 from gnomon.posttrain.partial import Group, Iteration, Pool, PoolConfig
-from gnomon.posttrain.policy import AnySampler, Sampler
+from gnomon.posttrain.policy import WORLD_SECONDS, AnySampler, Sampler
 from gnomon.posttrain.problem import ProblemSource
 from gnomon.posttrain.remote import RemoteConfig, RemoteSampler
 from gnomon.posttrain.rollout import Rollout, seed_of
@@ -51,6 +52,7 @@ class SamplingConfig:
     cache_tokens: int = setting(65_536, "ids of all rollouts at work; more wait until some have finished")
     graders: int = setting(2, "threads that grade")
     grader_seconds: float = setting(60.0, "a grader that takes longer is given up; its rollout is left out")
+    world_seconds: float | None = setting(None, "a world that takes longer for one answer is given up and its rollout left out; none: 600")
     remote: RemoteConfig | None = setting(None, "servers that sample in the place of this process")
 
     def sampler(self, model: Transformer, version: int, run: Path | None = None) -> AnySampler:
@@ -59,7 +61,8 @@ class SamplingConfig:
             if run is None:
                 raise ConfigError("'sampling.remote' is set, and nothing is sampled from servers here; leave it out")
             return RemoteSampler(model, self.remote, run, temperature=self.temperature, version=version)
-        return Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version)
+        return Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version,
+                       world_seconds=self.world_seconds or WORLD_SECONDS)
 
     def graded(self, sampler: AnySampler, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts, finished and graded, by group and member."""
@@ -80,6 +83,7 @@ class RLConfig:
     learner: LearnerConfig = setting(LearnerConfig(), "optimiser")
     tau: TauConfig = setting(TauConfig(), "budget over the run")
     cells: tuple[CellTau, ...] = setting((), "cells with a tau of their own, for a run over several")
+    replay: Literal["experts"] | None = setting(None, "experts: every update of an iteration uses the experts that its first weights chose")
     largest_gap: float = setting(1e-3, "alarm when trainer and sampler differ by more than this log-probability on average")
     keep: KeepConfig = setting(KeepConfig(), "checkpoints")
     collect: CollectConfig = setting(CollectConfig(), "rollouts that are kept for a further fine-tuning")
@@ -116,9 +120,15 @@ class Start:
     say: Say = field(default=lambda _: None)
     sampler: Callable[[Transformer, int, Path], AnySampler] | None = None
     tournament: Tournament | None = None
+    setup: Setup = field(default_factory=Setup)
+
+    def decides(self, config: Any) -> dict[str, Any]:
+        """All that a run's results depend on beside seed and weights."""
+        budgets = {} if self.budgets is None else {"/".join(key): value for key, value in self.budgets.tokens.items()}
+        return {"train": config, "budgets": budgets, **self.setup.decides}
 
 
-def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = None) -> list[dict[str, Any]]:
+def train(start: Start, config: RLConfig, folder: Path) -> list[dict[str, Any]]:
     """Train, or go on where the folder stands; returns the rows of metrics of the steps that this call took.
 
     Raises `ConfigError` for a budget without measured b0, `TrainingError` for numbers that are not finite.
@@ -127,9 +137,10 @@ def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = Non
         targets = [each.target for each in (config.tau, *(cell.tau for cell in config.cells)) if each.target is not None]
         raise ConfigError(f"'tau.target' is {', '.join(map(str, targets))}, but no b0 was measured; measure it "
                           "on the cold-start checkpoint first")
-    made = Learner(start.model, config.learner, config.steps * config.updates)
-    pool, watch = Pool(start.source, config.pool, start.seed), Watch(config.largest_gap)
-    kept = Kept(folder=folder, config=config.keep, learner=made, seed=start.seed, memory={"pool": pool, "watch": watch}, recipe=recipe)
+    made = Learner(start.model, config.learner, config.steps * config.updates, start.setup.mesh)
+    pool, watch = Pool(start.source, config.pool, start.seed, made.mesh), Watch(config.largest_gap)
+    kept = Kept(folder=folder, config=config.keep, learner=made, seed=start.seed, memory={"pool": pool, "watch": watch},
+                decides=start.decides(config), recipe=start.setup.recipe)
     done, offset = kept.begin()
     rows = []
     make = start.sampler or config.sampling.sampler
@@ -143,9 +154,10 @@ def train(start: Start, config: RLConfig, folder: Path, recipe: str | None = Non
             tau = config.tau.at(step, config.steps)
             row = {"step": step + 1, "tau": None if math.isinf(tau) else tau, **learn(made, iteration, start, config, step)}
             row |= held_out(kept_out, start.budgets, config.tau_at(step)) | watch.look(row, start.say)
-            collect(iteration.groups, config.collect, folder, step + 1, config.steps)
+            if made.mesh.is_main:
+                collect(iteration.groups, config.collect, folder, step + 1, config.steps)
             row |= {"sampling_seconds": sampled, "seconds": time.perf_counter() - began}
-            metrics.write(row)
+            kept.note(metrics, row)
             rows.append(row)
             if kept.due(step + 1, config.steps):
                 kept.save(step + 1, metrics)
@@ -174,34 +186,56 @@ def held_out(iteration: Iteration, budgets: Budgets | None, tau: Tau) -> dict[st
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """Rollouts of one forward pass: advantage and weight of each one's tokens, and whether the weights as they are sampled all of it."""
+    """Rollouts of one forward pass: advantage and weight of each one's tokens, whether the weights as they are sampled all of it, and the
+    experts that its tokens go to, where those are not to be chosen anew."""
 
     documents: list[Document]
     advantages: Tensor
     weights: Tensor
     fresh: Tensor
+    routes: Routes = ()
 
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """What the updates of one iteration saw: outcomes with their token counts, how many ids the trainer read, gaps between trainer and
-    sampler, gradient norms."""
+    """What the updates of one iteration saw on this rank: sums over `count` learnt ids, how many ids the trainer read, gaps between trainer
+    and sampler over `compared` ids, gradient norms."""
 
-    outcomes: list[tuple[objective.Outcome, int]] = field(default_factory=list)
+    loss: float = 0.0
+    kept: float = 0.0
+    log_ratio: float = 0.0
+    count: int = 0
     trained: int = 0
-    gaps: list[Tensor] = field(default_factory=list)
+    gap: float = 0.0
+    compared: int = 0
+    largest: float = 0.0
     norms: list[float] = field(default_factory=list)
 
-    def row(self) -> dict[str, Any]:
-        """As metrics."""
-        total = max(1, sum(count for _, count in self.outcomes))
-        gaps = torch.cat(self.gaps) if self.gaps else torch.zeros(1)
-        gaps = gaps if len(gaps) else torch.zeros(1)
+    def note(self, outcome: objective.Outcome, count: int) -> None:
+        """The objective of so many ids."""
+        self.loss += outcome.loss.item()
+        self.kept += outcome.kept * count
+        self.log_ratio += outcome.log_ratio * count
+        self.count += count
+
+    def compare(self, gaps: Tensor) -> None:
+        """Differences of log-probabilities, trainer against sampler."""
+        if len(gaps):
+            self.gap += gaps.double().sum().item()
+            self.largest = max(self.largest, gaps.max().item())
+            self.compared += len(gaps)
+
+    def row(self, mesh: Mesh) -> dict[str, Any]:
+        """As metrics, over all ranks."""
+        sums = torch.tensor([self.loss, self.kept, self.log_ratio, self.count, self.trained, self.gap, self.compared], dtype=torch.float64)
+        sums, largest = sums.to(mesh.device), torch.tensor(self.largest, dtype=torch.float64, device=mesh.device)
+        mesh.sum(sums)
+        mesh.max(largest)
+        loss, kept, log_ratio, count, trained, gap, compared = sums.tolist()
         return {
-            "loss": sum(outcome.loss.item() for outcome, _ in self.outcomes), "gradient_norm": sum(self.norms) / max(1, len(self.norms)),
-            "kept": sum(o.kept * n for o, n in self.outcomes) / total if self.outcomes else 1.0,
-            "log_ratio": sum(o.log_ratio * n for o, n in self.outcomes) / total,
-            "gap": gaps.mean().item(), "largest_gap": gaps.max().item(), "trained_tokens": self.trained,
+            "loss": loss, "gradient_norm": sum(self.norms) / max(1, len(self.norms)), "kept": kept / count if count else 1.0,
+            "log_ratio": log_ratio / max(1.0, count), "gap": gap / max(1.0, compared), "largest_gap": largest.item(),
+            "trained_tokens": int(trained),
         }
 
 
@@ -213,21 +247,24 @@ def learn(made: Learner, iteration: Iteration, start: Start, config: RLConfig, s
     advantages = objective.group_advantages(rewards, config.objective)
     order = np.random.default_rng(seed_of(start.seed, step, 1)).permutation(len(groups)).tolist()
     rate = made.rate()
-    for part in range(config.updates):
-        chosen = order[part :: config.updates]
-        pieces = _pieces([groups[i] for i in chosen], advantages[chosen], rewards[chosen], config, step)
-        seen.norms.append(made.update(pieces, lambda piece, part=part: _loss(made, piece, config, seen, part == 0)))  # type: ignore[misc]
+    parts = [order[part :: config.updates] for part in range(config.updates)]
+    pieces = [_pieces(made, [groups[i] for i in part], advantages[part], rewards[part], config, step) for part in parts]
+    if config.replay is not None:  # the first update needs none: its weights are those that sampled
+        pieces[1:] = [[replace(piece, routes=made.routes_of(piece.documents)) for piece in part] for part in pieces[1:]]
+    for part, some in enumerate(pieces):
+        seen.norms.append(made.update(some, lambda piece, part=part: _loss(made, piece, config, seen, part == 0),  # type: ignore[misc]
+                                      lambda piece: piece.routes))
     signal = (advantages != 0).any(1).double().mean().item() if groups else 0.0
-    return _measured(iteration, start.budgets, tau) | seen.row() | {"signal": signal, "learning_rate": rate}
+    return _measured(iteration, start.budgets, tau) | seen.row(made.mesh) | {"signal": signal, "learning_rate": rate}
 
 
-def _pieces(groups: Sequence[Group], advantages: Tensor, rewards: Tensor, config: RLConfig, step: int) -> list[Piece]:
-    """The rollouts that teach something, in pieces of bounded size, weighted by all that count."""
+def _pieces(made: Learner, groups: Sequence[Group], advantages: Tensor, rewards: Tensor, config: RLConfig, step: int) -> list[Piece]:
+    """This rank's share of the rollouts that teach something, in pieces of bounded size, weighted by all that count on any rank."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     flat, valid = advantages.flatten(), rewards.flatten().isfinite()
     lengths = torch.tensor([len(r.sampled) for r in rollouts], dtype=torch.int64) * valid
     weights = objective.token_weights(lengths, config.objective)
-    chosen = [i for i in range(len(rollouts)) if flat[i] != 0 and lengths[i] > 0]
+    chosen = made.share([i for i in range(len(rollouts)) if flat[i] != 0 and lengths[i] > 0])
     sizes = [len(rollouts[i].token_ids) for i in chosen]
     return [Piece(documents=[learner.document(rollouts[i]) for i in part], advantages=flat[part].float(), weights=weights[part],
                   fresh=torch.tensor([rollouts[i].oldest == step for i in part]))
@@ -240,8 +277,8 @@ def _loss(made: Learner, piece: Piece, config: RLConfig, seen: Seen, first: bool
     outcome = objective.policy_loss(logprobs, laid.behaviour, piece.advantages.to(laid.owner.device)[laid.owner],
                                     piece.weights.to(laid.owner.device)[laid.owner], config.objective)
     if first:  # before the first update the trainer's policy is the one that sampled
-        seen.gaps.append((logprobs.detach() - laid.behaviour).abs()[piece.fresh.to(laid.owner.device)[laid.owner]])
-    seen.outcomes.append((outcome, len(laid.targets)))
+        seen.compare((logprobs.detach() - laid.behaviour).abs()[piece.fresh.to(laid.owner.device)[laid.owner]])
+    seen.note(outcome, len(laid.targets))
     seen.trained += laid.tokens.shape[1]
     return outcome.loss
 

@@ -15,8 +15,8 @@ import numpy as np
 from gnomon.agent.trajectory import Score, Span
 from gnomon.posttrain.problem import Problem
 
-End = Literal["stop", "length", "world"]
-"""At a stop id; at the problem's `max_tokens`; because the world ended it."""
+End = Literal["stop", "length", "world", "failed"]
+"""At a stop id; at the problem's `max_tokens`; because the world ended it; because the machine failed, which its score's error explains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ Read next: `demonstrations.py`, `learner.py`.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from gnomon.model.config import ModelConfig
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain import learner
 from gnomon.posttrain.demonstrations import Example
-from gnomon.posttrain.keeping import KeepConfig, Kept
+from gnomon.posttrain.keeping import KeepConfig, Kept, Setup
 from gnomon.posttrain.learner import Document, Learner, LearnerConfig
 from gnomon.posttrain.rollout import seed_of
 from gnomon.train.schedule import Schedule
@@ -52,16 +53,18 @@ class SFTConfig:
 
 
 def fit(model: Transformer, examples: Sequence[Example], config: SFTConfig, folder: Path, *, seed: int = 0,
-        say: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Train, or go on where the folder stands; returns the rows of metrics of the steps that this call took.
+        say: Callable[[str], None] = lambda _: None, setup: Setup | None = None) -> list[dict[str, Any]]:
+    """Train, or go on where the folder stands; returns the rows of metrics of the steps that this call took. Ranks share each batch.
 
     Raises `ConfigError` where no example is left to learn from, `TrainingError` for a gradient that is not finite.
     """
     trained, held = divided(examples, config, seed, say)
     plan = [batch for epoch in range(config.epochs) for batch in _batches(trained, config, seed, epoch)]
     ends = np.cumsum([len(list(_batches(trained, config, seed, epoch))) for epoch in range(config.epochs)]).tolist()
-    made = Learner(model, config.learner, len(plan))
-    kept = Kept(folder=folder, config=config.keep, learner=made, seed=seed)
+    setup = setup or Setup()
+    made = Learner(model, config.learner, len(plan), setup.mesh)
+    kept = Kept(folder=folder, config=config.keep, learner=made, seed=seed, recipe=setup.recipe,
+                decides={"train": config, "data": _digest(examples), **setup.decides})
     done, offset = kept.begin()
     rows = []
     with kept.metrics(offset, done) as metrics:
@@ -73,11 +76,19 @@ def fit(model: Transformer, examples: Sequence[Example], config: SFTConfig, fold
                 row["held_out_loss"] = mean_loss(made, held)
                 say(f"epoch {row['epoch']}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}")
             row["seconds"] = time.perf_counter() - began
-            metrics.write(row)
+            kept.note(metrics, row)
             rows.append(row)
             if kept.due(step + 1, len(plan)):
                 kept.save(step + 1, metrics)
     return rows
+
+
+def _digest(examples: Sequence[Example]) -> str:
+    """A name for the examples, by what is in them."""
+    digest = hashlib.sha256()
+    for each in examples:
+        digest.update(repr((each.token_ids, each.weights)).encode())
+    return digest.hexdigest()[:16]
 
 
 def divided(examples: Sequence[Example], config: SFTConfig, seed: int, say: Callable[[str], None]) -> tuple[list[Example], list[Example]]:
@@ -99,7 +110,7 @@ def _batches(examples: Sequence[Example], config: SFTConfig, seed: int, epoch: i
 
 
 def _step(made: Learner, examples: Sequence[Example], config: SFTConfig) -> dict[str, Any]:
-    total = sum(each.learnt for each in examples)
+    total, own = sum(each.learnt for each in examples), made.share(examples)
     losses: list[float] = []
 
     def loss(piece: Sequence[Example]) -> Tensor:
@@ -107,10 +118,10 @@ def _step(made: Learner, examples: Sequence[Example], config: SFTConfig) -> dict
         losses.append(value.item())
         return value
 
-    sizes = [len(each.token_ids) for each in examples]
-    norm = made.update(list(learner.in_pieces(examples, sizes, config.learner.micro_tokens)), loss)
+    norm = made.update(list(learner.in_pieces(own, [len(each.token_ids) for each in own], config.learner.micro_tokens)), loss)
     learnt = sum(weight > 0 for each in examples for weight in each.weights)
-    return {"loss": sum(losses), "gradient_norm": norm, "tokens": sum(sizes), "learnt_tokens": learnt}
+    return {"loss": made.total_of(sum(losses)), "gradient_norm": norm, "tokens": sum(len(each.token_ids) for each in examples),
+            "learnt_tokens": learnt}
 
 
 def weighted_loss(made: Learner, examples: Sequence[Example]) -> Tensor:
@@ -123,9 +134,10 @@ def weighted_loss(made: Learner, examples: Sequence[Example]) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(made: Learner, examples: Sequence[Example]) -> float:
-    """Weighted mean of the cross-entropy over examples, in nats."""
-    pieces = learner.in_pieces(examples, [len(e.token_ids) for e in examples], made.config.micro_tokens)
-    return sum(weighted_loss(made, piece).item() for piece in pieces) / sum(e.learnt for e in examples)
+    """Weighted mean of the cross-entropy over examples, in nats; ranks share them."""
+    own = made.share(examples)
+    pieces = learner.in_pieces(own, [len(e.token_ids) for e in own], made.config.micro_tokens)
+    return made.total_of(sum(weighted_loss(made, piece).item() for piece in pieces)) / sum(e.learnt for e in examples)
 
 
 def quantised(config: ModelConfig, weights: Literal["full", "mxfp4"], inputs: Literal["full", "mxfp8"]) -> ModelConfig:

@@ -21,9 +21,10 @@ from gnomon.errors import CheckpointError, ConfigError
 from gnomon.model import runs
 from gnomon.model.config import PRESETS, ModelConfig
 from gnomon.posttrain.endpoint import Endpoint, EndpointConfig
+from gnomon.posttrain.keeping import ends
 from gnomon.posttrain.learner import Document
 from gnomon.posttrain.remote_teacher import RemoteTeacher
-from gnomon.posttrain.seat import Seat, all_scores, seated
+from gnomon.posttrain.seat import Seat, Seated, all_scores, seated
 from gnomon.posttrain.teaching import Mode, Said, Teacher
 
 __all__ = ["Cell", "Mode", "Said", "TeacherConfig", "Teachers", "all_scores", "digest_of", "routed", "shape_of"]
@@ -90,8 +91,12 @@ class Teachers:
         return self._seat.reads
 
     def names(self) -> dict[str, str]:
-        """What tells each cell's teacher from others."""
-        return {"/".join(cell): teacher.name for cell, teacher in sorted(self.where.items())}
+        """What tells each cell's teacher from others, wherever its folder lies."""
+        names = {cell: teacher.name for cell, teacher in self.where.items()}
+        for cell, teacher in self.where.items():
+            if isinstance(teacher, Seated):
+                names[cell] = teacher.name.replace(str(teacher.checkpoint), ends(teacher.checkpoint))
+        return {"/".join(cell): name for cell, name in sorted(names.items())}
 
     def score(self, documents: Sequence[tuple[Cell, Document]], mode: Mode = "sampled", k: int = 64) -> list[Said]:
         """What the teacher of each document's cell says about it. Raises `ConfigError` for a cell without a teacher."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ class Job:
     steps: int = 0
     digest: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    before: tuple[str, ...] = ()  # digests of `after`
 
 
 def jobs(recipe: LabRecipe) -> dict[str, Job]:
@@ -44,9 +45,8 @@ def jobs(recipe: LabRecipe) -> dict[str, Job]:
 
     def add(name: str, stage: Stage, after: tuple[str, ...], settings: Any, **more: Any) -> None:
         plain = {key: toml.to_dict(value) for key, value in settings.items()}
-        text = json.dumps([name, plain, [made[each].digest for each in after]], sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        made[name] = Job(name=name, stage=stage, after=after, digest=digest, settings=plain, **more)
+        before = tuple(made[each].digest for each in after)
+        made[name] = Job(name=name, stage=stage, after=after, digest=_digest(name, plain, before), settings=plain, before=before, **more)
 
     last: tuple[str, ...] = ()
     for phase, each in enumerate(recipe.cold):
@@ -62,6 +62,10 @@ def jobs(recipe: LabRecipe) -> dict[str, Job]:
     add("export", "export", ("student",), {})
     _rest(recipe, add, experts, last)
     return made
+
+
+def _digest(name: str, settings: Mapping[str, Any], before: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps([name, settings, list(before)], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def expert_folder(cell: tuple[str, str]) -> str:
@@ -87,7 +91,8 @@ def _rest(recipe: LabRecipe, add: Any, experts: tuple[str, ...], last: tuple[str
     """What the student is compared with."""
     wanted = recipe.seesaw
     if recipe.quantisation.texts:
-        add("quantisation", "quantisation", last, {"quantisation": recipe.quantisation, "evaluate": recipe.evaluate})
+        add("quantisation", "quantisation", last, {"quantisation": recipe.quantisation, "evaluate": recipe.evaluate, "domains": [
+            each.name for each in recipe.domains], "sampling": recipe.expert.sampling})
     if wanted.average:
         add("average", "see-saw", experts or ("gate",), {"teachers": recipe.teachers})
     if wanted.mixed:
@@ -120,9 +125,13 @@ def result(root: Path, job: Job) -> dict[str, Any] | None:
 
 
 def check(root: Path, job: Job) -> None:
-    """Raises `ConfigError` for a folder that was begun with other settings."""
+    """Raises `ConfigError` for a folder that was begun with other settings. Those that it says nothing of, since fewer were noted then, are
+    not held against it."""
     begun = read(root / job.name, BEGUN)
-    if begun is not None and begun["digest"] != job.digest:
+    if begun is None:
+        return
+    known = {key: value for key, value in job.settings.items() if key in begun["settings"]}
+    if begun["digest"] not in (job.digest, _digest(job.name, known, job.before)):
         own = {key for key in {*begun["settings"], *job.settings} if begun["settings"].get(key) != job.settings.get(key)}
         what = f"{', '.join(repr(key) for key in sorted(own))} differ" if own else "a part before it has changed"
         raise ConfigError(f"{root / job.name} was begun with other settings ({what}); set them back, remove that folder to do this part "
