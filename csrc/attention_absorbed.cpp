@@ -13,6 +13,7 @@ const int64_t SPAN = 512;          /* keys of a span at the start of a sequence 
 const int64_t SPANS = 16;          /* … and after so many of one length the next ones are twice as long */
 const int64_t MOST_QUERIES = 256;  /* heads times tokens that share a pass over the keys */
 const int64_t WEIGHT_ROWS = 48;    /* tokens of one task over a head's weights */
+const int64_t ROOM = 64 << 20;     /* bytes of queries and results over spans that stand in memory at once; more tokens take rounds */
 
 /* Some tokens and heads of one run, with their results over each span. */
 struct Piece {
@@ -126,8 +127,8 @@ INLINE void attend_body(const Work& w, const Span& span, const word* queries, co
             transpose_panel<W>(rows + panel * PANEL * z.row, z.row, z.row, keys + panel * z.row * PANEL);
         for (int64_t i = 0; i < words; ++i) {
             const word* row = rows + i * per_word<F> * z.row;
-            weave<F>(reinterpret_cast<const element<F>*>(row), reinterpret_cast<const element<F>*>(row + z.row), call.shape.latent, z.keys, i,
-                     values);
+            weave<F>(reinterpret_cast<const element<F>*>(row), reinterpret_cast<const element<F>*>(row + z.row), call.shape.latent, z.keys,
+                     i, values);
         }
         call.multiply({q + first * z.row, z.row, keys, z.row, z.row, panels, scores + first * KEYS, KEYS, nullptr}, count - first);
         for (int64_t i = first; i < count; ++i)
@@ -178,9 +179,8 @@ DISPATCH_OPERANDS(absorb, (const Work& w, int64_t head, int64_t first, int64_t l
 DISPATCH_OPERANDS(attend, (const Work& w, const Span& span, const word* queries, const Partials& out), (w, span, queries, out))
 DISPATCH_OPERANDS(finish, (const Work& w, int64_t head, int64_t first, int64_t last, const Partials& p), (w, head, first, last, p))
 
-}  // namespace
-
-void attend_absorbed(Pool& workers, const Call& call, const Run* runs, int64_t count) {
+/* All steps for the tokens of one round. */
+void attend_round(Pool& workers, const Call& call, const Run* runs, int64_t count) {
     const int32_t format = call.weights.format;
     const int64_t heads = call.shape.heads;
     Work w{call, Sizes(call.shape, format == F32 ? 1 : 2), 0, heads, {}, {}, {}, {}};
@@ -208,6 +208,35 @@ void attend_absorbed(Pool& workers, const Call& call, const Run* runs, int64_t c
     parallel(workers, heads * parts, [&](int64_t i, int) {
         finish_rows(w, i / parts, i % parts * WEIGHT_ROWS, last(i % parts), partials);
     });
+}
+
+/* Bytes that a round needs for a token that sees `keys` keys. */
+int64_t bytes_for(const LatentShape& s, const Sizes& z, int64_t keys) {
+    const int64_t spans = for_each_span(keys, [](int64_t, int64_t, int64_t) {}), result = 2 + z.latent_panels * PANEL;
+    return s.heads * (z.row * static_cast<int64_t>(sizeof(word)) + spans * result * static_cast<int64_t>(sizeof(float)));
+}
+
+}  // namespace
+
+void attend_absorbed(Pool& workers, const Call& call, const Run* runs, int64_t count) {
+    const Sizes z(call.shape, call.weights.format == F32 ? 1 : 2);
+    const int64_t most = std::max<int64_t>(1, MOST_QUERIES / call.shape.heads); /* tokens that share a pass over the keys stay together */
+    std::vector<Run> round;
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        for (int64_t done = 0; done < runs[i].rows; done += most) {
+            const int64_t rows = std::min(most, runs[i].rows - done), seen = runs[i].seen + done;
+            const int64_t more = rows * bytes_for(call.shape, z, seen + rows - 1);
+            if (!round.empty() && bytes + more > ROOM) {
+                attend_round(workers, call, round.data(), round.size());
+                round.clear(), bytes = 0;
+            }
+            if (!round.empty() && round.back().sequence == runs[i].sequence) round.back().rows += rows;
+            else round.push_back({runs[i].sequence, runs[i].token + done, rows, seen});
+            bytes += more;
+        }
+    }
+    if (!round.empty()) attend_round(workers, call, round.data(), round.size());
 }
 
 }  // namespace gnomon::attention

@@ -1,6 +1,6 @@
-/* Latent attention with keys and values of each head written out, for sequences with many new tokens: a span of cached rows becomes keys and
- * values of a head once, then all new tokens attend to it. Keys go by blocks on a fixed grid, so a row's bits do not depend on its company.
- */
+/* Latent attention with keys and values of each head written out, for sequences with many new tokens: a span of cached rows becomes keys
+ * and values of a head once, then all new tokens attend to it. Keys go by blocks on a fixed grid, so a row's bits do not depend on its
+ * company. */
 #include <vector>
 
 #include "attention_block.h"
@@ -31,7 +31,8 @@ struct Room {
 
 /* fp32 rows of `count` values, `stride` apart, as word rows of panels. */
 template <int F>
-INLINE void weave_rows(const float* rows, int64_t stride, int64_t row_count, int64_t count, int64_t words, uint16_t* narrowed, word* panels) {
+INLINE void weave_rows(const float* rows, int64_t stride, int64_t row_count, int64_t count, int64_t words, uint16_t* narrowed,
+                       word* panels) {
     for (int64_t i = 0; i < row_count; i += per_word<F>) {
         if constexpr (F == SINGLE) {
             weave<F>(rows + i * stride, nullptr, count, words, i, panels);
@@ -64,8 +65,8 @@ INLINE void expand(const Call& c, const Sizes& z, const HeadWeights& w, int64_t 
 
 /* Rows first to last against one block of `count` keys from position `key` on; `seen` is what row 0 of the task sees. */
 template <int W, int F>
-INLINE void attend_block(const Call& c, const Sizes& z, const Room& m, int64_t first, int64_t last, int64_t seen, int64_t key, int64_t count,
-                         const word* keys, const word* values) {
+INLINE void attend_block(const Call& c, const Sizes& z, const Room& m, int64_t first, int64_t last, int64_t seen, int64_t key,
+                         int64_t count, const word* keys, const word* values) {
     const int64_t words = z.nope + z.rope, value = z.value_panels * PANEL, rows = last - first;
     c.multiply({m.queries + first * words, words, keys, words, words, panels_for(count), m.scores, KEYS, nullptr}, rows);
     for (int64_t i = 0; i < rows; ++i)

@@ -1,18 +1,18 @@
 /* Products of attention: rows of A times panels of B, the operands fp32 or bf16, sums fp32.
  *
  * Operands are seen as 32-bit words: one float, or two neighbouring bf16 along the summed direction. A is row by row; B is in panels of 16
- * outputs, [panel][words][16], the layout of matrix.h. Every output is one chain of additions from the first word to the last (in a pair the
- * odd input first, as the AVX512-BF16 instruction does), so it does not depend on how many rows are computed together.
+ * outputs, [panel][words][16], the layout of matrix.h. Every output is one chain of additions from the first word to the last (in a pair
+ * the odd input first, as the AVX512-BF16 instruction does), so it does not depend on how many rows are computed together.
  */
 #pragma once
 
 #include <cstdlib>
-#include <new>
 #include <type_traits>
 #include <utility>
 
 #include "lanes.h"
 #include "matrix.h"
+#include "memory.h"
 
 namespace gnomon::attention {
 
@@ -33,9 +33,8 @@ INLINE int64_t panels_for(int64_t values) { return (values + PANEL - 1) / PANEL;
 template <class T>
 struct Scratch {
     T* data;
-    explicit Scratch(int64_t count)
-        : data(static_cast<T*>(::operator new(static_cast<size_t>(count > 0 ? count : 1) * sizeof(T), std::align_val_t(64)))) {}
-    ~Scratch() { ::operator delete(data, std::align_val_t(64)); }
+    explicit Scratch(int64_t count) : data(static_cast<T*>(allocate(count * static_cast<int64_t>(sizeof(T))))) {}
+    ~Scratch() { std::free(data); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
     operator T*() const { return data; }

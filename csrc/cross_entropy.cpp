@@ -93,8 +93,8 @@ extern "C" void gnomon_cross_entropy(const float* hidden, const float* weight, c
                 pack(hidden + start * width + column, width, count, std::min(STRIPE, width - column), packed.get() + column * count);
 #pragma omp for schedule(dynamic)
             for (int64_t word = 0; word < words; word += WORDS)
-                multiply({logits.get() + word, stride, packed.get(), d_weight + word * width, width, std::min(WORDS, words - word), count, 0,
-                          width, true, start > 0});
+                multiply({logits.get() + word, stride, packed.get(), d_weight + word * width, width, std::min(WORDS, words - word), count,
+                          0, width, true, start > 0});
         }
     }
 }

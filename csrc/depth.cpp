@@ -110,8 +110,8 @@ DISPATCH(backward, (const Read& r, float* p), (r, p))
 
 }  // namespace
 
-extern "C" void gnomon_depth_forward(const float* const* sources, const float* query, int64_t count, int64_t tokens, int64_t width, float eps,
-                                     float* inverse_rms, float* scores, float* out, int32_t threads) {
+extern "C" void gnomon_depth_forward(const float* const* sources, const float* query, int64_t count, int64_t tokens, int64_t width,
+                                     float eps, float* inverse_rms, float* scores, float* out, int32_t threads) {
     const int64_t tile = tile_tokens(count, width);
 #pragma omp parallel num_threads(threads)
     {

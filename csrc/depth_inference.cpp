@@ -81,7 +81,8 @@ INLINE void bank_rows_body(const Bank& b, const Rows& r, float* p) {
         for (int64_t q = 0; q < b.count_queries; ++q) {
             float largest = -INFINITY, total = 0.0f, unused;
             for (int64_t j = 0; j < r.count; ++j)
-                largest = std::max(largest, p[j] = score<W>(b.queries + q * b.width, r.sources[j] + row * b.width, b.width, b.eps, &unused));
+                largest =
+                    std::max(largest, p[j] = score<W>(b.queries + q * b.width, r.sources[j] + row * b.width, b.width, b.eps, &unused));
             for (int64_t j = 0; j < r.count; ++j) total += p[j] = std::exp(p[j] - largest);
             b.partials.largest[q * b.rows + row] = largest;
             b.partials.denominator[q * b.rows + row] = total;
@@ -123,7 +124,8 @@ void in_runs(Pool& workers, int64_t rows, int64_t values_per_row, F&& f) {
 
 }  // namespace
 
-void depth_read_norm(Pool& workers, const DepthRead& read, const float* const* sources, int64_t count, int64_t rows, float* mixed, float* out) {
+void depth_read_norm(Pool& workers, const DepthRead& read, const float* const* sources, int64_t count, int64_t rows, float* mixed,
+                     float* out) {
     in_runs(workers, rows, count * read.width, [&](int64_t first, int64_t last) {
         std::vector<float> p(count);
         read_rows(read, {sources, count, first, last}, p.data(), mixed, out);

@@ -47,7 +47,8 @@ struct Task {
 std::vector<Task> tasks(const Shape& s, int64_t most) {
     std::vector<Task> all;
     for (int64_t e = 0; e < s.experts; ++e)
-        for (int64_t first = s.starts[e]; first < s.starts[e + 1]; first += most) all.push_back({e, first, std::min(first + most, s.starts[e + 1])});
+        for (int64_t first = s.starts[e]; first < s.starts[e + 1]; first += most)
+            all.push_back({e, first, std::min(first + most, s.starts[e + 1])});
     std::stable_sort(all.begin(), all.end(), [](const Task& a, const Task& b) { return a.last - a.first > b.last - b.first; });
     return all;
 }
@@ -69,8 +70,8 @@ DISPATCH(combine, (const float* rows, const int64_t* position, const float* weig
          (rows, position, weights, k, width, out))
 
 /* out[n] = sum over slots, in their order, of weights[n][j] (or one) rows[position[n][j]]. */
-void return_to_tokens(const float* rows, const int64_t* position, const float* weights, int64_t tokens, int64_t k, int64_t width, float* out,
-                      int32_t threads) {
+void return_to_tokens(const float* rows, const int64_t* position, const float* weights, int64_t tokens, int64_t k, int64_t width,
+                      float* out, int32_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t block = 0; block < tokens; block += TOKENS)
         for (int64_t n = block; n < std::min(block + TOKENS, tokens); ++n)
@@ -193,7 +194,8 @@ extern "C" void gnomon_grouped_backward(const float* z, const float* grad, const
 #pragma omp parallel num_threads(threads)
     {
         Backward own{s,     z,     grad,  w_gate,       w_up,   w_down, weights, gate,      up, beta1, beta2, mxfp8 != 0, d_rows.get(),
-                     d_gate, d_up, d_down, d_weights, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+                     d_gate, d_up, d_down, d_weights, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                     nullptr, nullptr, nullptr};
         own.reserve();
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < all.size(); ++i) own.expert(all[i]);

@@ -43,8 +43,8 @@ GNOMON_API void gnomon_kda_backward(const void* q, const void* k, const void* g,
 
 /* One token of `rows` independent sequences: q, k, g [rows, K]; v, o [rows, V]; beta [rows]; state, next [rows, K, V]. `next` may not
  * overlap `state`. */
-GNOMON_API void gnomon_kda_step(const float* q, const float* k, const float* v, const float* g, const float* beta, const float* state, int64_t rows,
-                     int64_t keys, int64_t values, float* o, float* next, int32_t threads);
+GNOMON_API void gnomon_kda_step(const float* q, const float* k, const float* v, const float* g, const float* beta, const float* state,
+                     int64_t rows, int64_t keys, int64_t values, float* o, float* next, int32_t threads);
 
 /* The KDA layer of an inference engine between its projections (csrc/kda.h): outputs of the new tokens of each sequence, and with
  * `commit` its states advanced. C = 3 heads width.
@@ -100,13 +100,14 @@ GNOMON_API void gnomon_situ_forward(const float* gate, const float* up, int64_t 
 
 /* Gradients of weight[row] * out (weight [rows], or NULL for ones) from `grad` of that product: d_gate, d_up [rows, width];
  * weighted [rows, width] receives weight * out and d_weight [rows] the inner product of grad and out (each may be NULL). */
-GNOMON_API void gnomon_situ_backward(const float* grad, const float* gate, const float* up, const float* weight, int64_t rows, int64_t width,
-                         float beta1, float beta2, float* d_gate, float* d_up, float* weighted, float* d_weight, int32_t threads);
+GNOMON_API void gnomon_situ_backward(const float* grad, const float* gate, const float* up, const float* weight, int64_t rows,
+                         int64_t width, float beta1, float beta2, float* d_gate, float* d_up, float* weighted, float* d_weight,
+                         int32_t threads);
 
 /* The depth read: out = sum_j p_j v_j with p = softmax_j(score_j), score_j = r_j <query, v_j>, r_j = 1 / sqrt(mean v_j^2 + eps).
  * sources: `count` arrays [tokens, width]; query [width]; inverse_rms (r) and scores [count, tokens] are written for the backward pass. */
-GNOMON_API void gnomon_depth_forward(const float* const* sources, const float* query, int64_t count, int64_t tokens, int64_t width, float eps,
-                         float* inverse_rms, float* scores, float* out, int32_t threads);
+GNOMON_API void gnomon_depth_forward(const float* const* sources, const float* query, int64_t count, int64_t tokens, int64_t width,
+                         float eps, float* inverse_rms, float* scores, float* out, int32_t threads);
 
 /* Gradients from that of out, grad [tokens, width]: d_sources, `count` arrays [tokens, width] (NULL where not wanted); d_query [width]. */
 GNOMON_API void gnomon_depth_backward(const float* const* sources, const float* query, const float* inverse_rms, const float* scores,
@@ -115,7 +116,8 @@ GNOMON_API void gnomon_depth_backward(const float* const* sources, const float* 
 
 /* MX formats (bits 4: MXFP4, two codes per byte; 8: MXFP8, E4M3) of `blocks` blocks of 32 values with one scale byte each. `ceil` picks the
  * smallest scale that saturates nothing instead of the rounded one. `round` is decode(encode(x)) in one pass. */
-GNOMON_API void gnomon_mxfp_encode(const float* x, int64_t blocks, int32_t bits, int32_t ceil, uint8_t* codes, uint8_t* scales, int32_t threads);
+GNOMON_API void gnomon_mxfp_encode(const float* x, int64_t blocks, int32_t bits, int32_t ceil, uint8_t* codes, uint8_t* scales,
+                         int32_t threads);
 GNOMON_API void gnomon_mxfp_decode(const uint8_t* codes, const uint8_t* scales, int64_t blocks, int32_t bits, float* x, int32_t threads);
 GNOMON_API void gnomon_mxfp_round(const float* x, int64_t blocks, int32_t bits, int32_t ceil, float* rounded, int32_t threads);
 
@@ -137,7 +139,8 @@ typedef struct gnomon_experts {
 GNOMON_API void gnomon_buffer_allocate(int64_t bytes, void** address);
 GNOMON_API void gnomon_buffer_free(void* address, int64_t bytes);
 
-/* Reads a buffer once, as fast as `threads` can, and takes the exclusive or of its 8-byte words: the yardstick for products that are bound by memory. */
+/* Reads a buffer once, as fast as `threads` can, and takes the exclusive or of its 8-byte words: the yardstick for
+ * products that are bound by memory. */
 GNOMON_API void gnomon_buffer_read(const void* address, int64_t bytes, uint64_t* parity, int32_t threads);
 
 /* Bytes of `data` and of `scales` that a packed matrix of this shape and format needs. */
@@ -153,11 +156,11 @@ GNOMON_API void gnomon_matrix_unpack(const gnomon_matrix* w, float* values, int3
 GNOMON_API void gnomon_matrix_multiply(const gnomon_matrix* w, const float* x, int64_t rows, int64_t x_stride, float* y, int64_t y_stride,
                                        int32_t add, int32_t threads);
 
-/* Routed experts: y[r] = sum_j weights[r][j] down(situ(gate z[r], up z[r])) of expert ids[r][j]; z, y [rows, latent], ids, weights [rows, k].
- * `mxfp8` rounds z and the intermediate to MXFP8 before they are multiplied. *refused is the position of the first id that
+/* Routed experts: y[r] = sum_j weights[r][j] down(situ(gate z[r], up z[r])) of expert ids[r][j]; z, y [rows, latent], ids, weights
+ * [rows, k]. `mxfp8` rounds z and the intermediate to MXFP8 before they are multiplied. *refused is the position of the first id that
  * names no expert, and y is not written then; -1 otherwise. */
-GNOMON_API void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
-                                       int64_t k, int32_t mxfp8, float* y, int64_t* refused, int32_t threads);
+GNOMON_API void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights,
+                                       int64_t rows, int64_t k, int32_t mxfp8, float* y, int64_t* refused, int32_t threads);
 
 /* The depth read for inference (depth.h), followed by the RMSNorm of weight norm [width] unless that is NULL; mixed may be NULL. */
 GNOMON_API void gnomon_depth_read_norm(const float* const* sources, const float* query, const float* norm, int64_t count, int64_t rows,

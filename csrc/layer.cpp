@@ -219,7 +219,8 @@ void read_stream(Pool& pool, const Model& m, const float* query, const float* no
     depth_read_norm(pool, {query, norm, m.hidden, m.eps}, stream.window, count, rows, nullptr, x);
 }
 
-void layer_forward(Pool& pool, const Model& model, const Layer& layer, const Pools& pools, const Pass& pass, Stream& stream, char* scratch) {
+void layer_forward(Pool& pool, const Model& model, const Layer& layer, const Pools& pools, const Pass& pass, Stream& stream,
+                   char* scratch) {
     Arena memory{scratch};
     float* const x = memory.take(pass.rows * model.hidden);
     Sublayer sublayer{pool, model, pools, pass, stream, x};

@@ -6,6 +6,7 @@
 
 #include "lanes.h"
 #include "matrix_work.h"
+#include "memory.h"
 
 namespace gnomon {
 
@@ -50,8 +51,8 @@ int64_t group_bytes(const Matrix& w) {
 char* Scratch::get(int64_t bytes) {
     if (bytes > size) {
         std::free(memory);
-        size = (bytes + 63) / 64 * 64;
-        memory = static_cast<char*>(std::aligned_alloc(64, size));
+        memory = static_cast<char*>(allocate(bytes));
+        size = bytes;
     }
     return memory;
 }

@@ -7,10 +7,10 @@
  *   MXFP4  [in / 8][G] words of 8 codes: bits 4k of a word hold input 2k, bits 16 + 4k hold input 2k + 1; scales [in / 32][G] bytes
  * Outputs beyond `out` are zero weights. The layout is the same for every instruction set.
  *
- * Order of sums. An output adds its inputs in one chain, whatever the number of rows, threads or the company of a row: F32 from the first input
- * to the last; BF16 pair by pair, in a pair the odd input first (as the AVX512-BF16 instruction does); MXFP4 the same over the 32 inputs
- * of a block in the codes' own values, then one multiply-add of the block's sum by its scale. Products of bf16 values are exact in fp32.
- */
+ * Order of sums. An output adds its inputs in one chain, whatever the number of rows, threads or the company of a row: F32 from the first
+ * input to the last; BF16 pair by pair, in a pair the odd input first (as the AVX512-BF16 instruction does); MXFP4 the same over the 32
+ * inputs of a block in the codes' own values, then one multiply-add of the block's sum by its scale. Products of bf16 values are exact in
+ * fp32. */
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ const int64_t BLOCK = 32; /* inputs that share a scale */
 int64_t data_bytes(const Matrix& w);
 int64_t scale_bytes(const Matrix& w);
 
-/* y[r][0..out) = W x[r], plus y when `add`. x and y are fp32 rows `x_stride` and `y_stride` apart. For BF16 and MXFP4 weights x is rounded to
- * bf16 once, to nearest even. */
+/* y[r][0..out) = W x[r], plus y when `add`. x and y are fp32 rows `x_stride` and `y_stride` apart. For BF16 and MXFP4 weights x is rounded
+ * to bf16 once, to nearest even. */
 void multiply(Pool& pool, const Matrix& w, const float* x, int64_t rows, int64_t x_stride, float* y, int64_t y_stride, bool add = false);
 
 /* `count` matrices over the same rows in one parallel region; y[i] has rows of w[i]->out. All have one `in`. */

@@ -1,7 +1,7 @@
-/* Routed experts on packed weights. The pairs (token, slot) are sorted by expert; an expert's pairs are cut into parts of at most ROW_BLOCK rows,
- * and a part goes through gate, up, SiTU and down on one thread, its intermediate in that thread's cache. Where there are fewer parts than
- * threads can share, all intermediates are computed first, group by group of outputs, then all outputs. Either way a pair's numbers are the same.
- */
+/* Routed experts on packed weights. The pairs (token, slot) are sorted by expert; an expert's pairs are cut into parts of at most ROW_BLOCK
+ * rows, and a part goes through gate, up, SiTU and down on one thread, its intermediate in that thread's cache. Where there are fewer parts
+ * than threads can share, all intermediates are computed first, group by group of outputs, then all outputs. Either way a pair's numbers
+ * are the same. */
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -174,8 +174,8 @@ void experts(Pool& pool, const Experts& e, const float* z, const int32_t* ids, c
 
 }  // namespace gnomon
 
-extern "C" void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights, int64_t rows,
-                                       int64_t k, int32_t mxfp8, float* y, int64_t* refused, int32_t threads) {
+extern "C" void gnomon_experts_forward(const gnomon_experts* experts, const float* z, const int32_t* ids, const float* weights,
+                                       int64_t rows, int64_t k, int32_t mxfp8, float* y, int64_t* refused, int32_t threads) {
     *refused = -1;
     for (int64_t i = 0; i < rows * k && *refused < 0; ++i)
         if (ids[i] < 0 || ids[i] >= experts->count) *refused = i;

@@ -1,5 +1,5 @@
-/* Packed products with the compiler's own vectors of four, for any processor. Products of bf16 values are exact in fp32, so a multiply and an
- * add give what a multiply-add does; only sums with fp32 weights may differ where the processor has none. */
+/* Packed products with the compiler's own vectors of four, for any processor. Products of bf16 values are exact in fp32, so a multiply and
+ * an add give what a multiply-add does; only sums with fp32 weights may differ where the processor has none. */
 #include "lanes.h"
 #include "matrix_kernels.h"
 
@@ -46,7 +46,9 @@ struct Set {
         ::store<4>(reinterpret_cast<float*>(p), w.even);
         ::store<4>(reinterpret_cast<float*>(p) + 4, w.odd);
     }
-    static INLINE Sum value(Bits words) { return Sum{CODES[words[0] & 15], CODES[words[1] & 15], CODES[words[2] & 15], CODES[words[3] & 15]}; }
+    static INLINE Sum value(Bits words) {
+        return Sum{CODES[words[0] & 15], CODES[words[1] & 15], CODES[words[2] & 15], CODES[words[3] & 15]};
+    }
     static INLINE Pair decode(const char* p, int k) {
         const Bits words = bits(p);
         return {value(words >> (4 * k)), value(words >> (16 + 4 * k))};

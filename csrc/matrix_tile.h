@@ -8,7 +8,8 @@
  * order, so that an output is one chain of additions, the same for every R and C.
  */
 
-/* sums += pair by pair; `p` and `step` are the first row of pairs and the distance to the next. Weights from memory, or from the scratch. */
+/* sums += pair by pair; `p` and `step` are the first row of pairs and the distance to the next. Weights from memory, or from the
+ * scratch. */
 template <class S, int R, int C, bool DECODED>
 TARGET INLINE void add_pairs(const char* p, int64_t step, int64_t pairs, const typename S::Input* x, int64_t x_stride,
                              typename S::Sum (&sums)[R][C]) {

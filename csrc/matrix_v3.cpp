@@ -12,7 +12,8 @@ namespace gnomon {
 namespace {
 
 /* Twice the value of each code, a byte each, for both halves of a vector. */
-alignas(32) const int8_t TWICE[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+alignas(32) const int8_t TWICE[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
+                                     0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 /* A shuffle that moves byte 1, or byte 2, of each word to its top and zeros below. */
 #define MOVE(b) -1, -1, -1, b, -1, -1, -1, 4 + b, -1, -1, -1, 8 + b, -1, -1, -1, 12 + b
@@ -83,7 +84,8 @@ struct Set {
         _mm256_maskstore_ps(y, some, sum);
     }
     TARGET static INLINE void round(const float* x, Input* to) {
-        const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(x)), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(x));
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
         const __m256i nearest = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
         const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
         const __m256 nan = _mm256_cmp_ps(_mm256_castsi256_ps(bits), _mm256_castsi256_ps(bits), _CMP_UNORD_Q);

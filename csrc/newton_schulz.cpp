@@ -50,7 +50,8 @@ struct Matrix {
 
     Matrix(int64_t rows, int64_t columns, int32_t threads)
         : rows(rows), columns(columns), n(std::min(rows, columns)), tall(rows > columns), threads(threads) {
-        const int64_t size = rows * columns, small = n * n, packed = std::max({packed_size(rows, columns), packed_size(columns, rows), packed_size(n, n)});
+        const int64_t size = rows * columns, small = n * n;
+        const int64_t packed = std::max({packed_size(rows, columns), packed_size(columns, rows), packed_size(n, n)});
         memory.reset(new float[2 * size + 4 * small + packed]);
         float* at = memory.get();
         for (float** part : {&x, &next}) *part = at, at += size;

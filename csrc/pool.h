@@ -1,8 +1,8 @@
 /* Threads that spin briefly for the next piece of work and then sleep, for regions that last microseconds.
  *
  * A region is a number of tasks that are taken one after another by whoever is free: the caller takes part and never waits for a thread
- * to arrive, only for tasks that were taken. When another program uses the cores, the caller does the work itself. A region inside a region,
- * and a region that starts while another caller's runs, is done by its caller alone. Results never depend on who does a task.
+ * to arrive, only for tasks that were taken. When another program uses the cores, the caller does the work itself. A region inside a
+ * region, and a region that starts while another caller's runs, is done by its caller alone. Results never depend on who does a task.
  */
 #pragma once
 

@@ -61,8 +61,8 @@ INLINE void stripe(const Product& p, const float* b, int64_t b_stride, int64_t c
     const auto rows = [&](auto count) {
         constexpr int R = decltype(count)::value;
         for (; i + R <= p.m; i += R)
-            block<W, R, V, T>(p.a + at<T>(i, 0, p.a_stride), p.a_stride, b, b_stride, p.k, p.c + i * p.c_stride + column, p.c_stride, columns,
-                              p.add);
+            block<W, R, V, T>(p.a + at<T>(i, 0, p.a_stride), p.a_stride, b, b_stride, p.k, p.c + i * p.c_stride + column, p.c_stride,
+                              columns, p.add);
     };
     rows(std::integral_constant<int, 6>{});
     rows(std::integral_constant<int, 2>{});

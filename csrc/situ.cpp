@@ -162,14 +162,15 @@ extern "C" void gnomon_situ_forward(const float* gate, const float* up, int64_t 
     }
 }
 
-extern "C" void gnomon_situ_backward(const float* grad, const float* gate, const float* up, const float* weight, int64_t rows, int64_t width,
-                                     float beta1, float beta2, float* d_gate, float* d_up, float* weighted, float* d_weight,
+extern "C" void gnomon_situ_backward(const float* grad, const float* gate, const float* up, const float* weight, int64_t rows,
+                                     int64_t width, float beta1, float beta2, float* d_gate, float* d_up, float* weighted, float* d_weight,
                                      int32_t threads) {
     const int64_t step = rows_per_task(width);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row += step) {
         const int64_t at = row * width;
-        backward({grad + at, gate + at, up + at, weight ? weight + row : nullptr, d_gate + at, d_up + at, weighted ? weighted + at : nullptr,
-                  d_weight ? d_weight + row : nullptr, std::min(step, rows - row), width, beta1, beta2});
+        backward({grad + at, gate + at, up + at, weight ? weight + row : nullptr, d_gate + at, d_up + at, 
+                  weighted ? weighted + at : nullptr, d_weight ? d_weight + row : nullptr, std::min(step, rows - row), width, beta1,
+                  beta2});
     }
 }

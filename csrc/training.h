@@ -34,19 +34,19 @@ GNOMON_API void gnomon_grouped_backward(const float* z, const float* grad, const
                                         int64_t latent, int64_t inner, float beta1, float beta2, float* d_z, float* d_gate, float* d_up,
                                         float* d_down, float* d_weights, int32_t mxfp8, int32_t threads);
 
-/* Newton-Schulz: `steps` steps X <- a X + (b G + c G^2) X with G = X X' from X = gradient / (|gradient|_F + 1e-7), for each of `count` matrices
- * [rows, columns]; coefficients are a, b, c. */
+/* Newton-Schulz: `steps` steps X <- a X + (b G + c G^2) X with G = X X' from X = gradient / (|gradient|_F + 1e-7), for each of `count`
+ * matrices [rows, columns]; coefficients are a, b, c. */
 GNOMON_API void gnomon_newton_schulz(const float* gradient, int64_t count, int64_t rows, int64_t columns, int64_t steps,
                                      const float* coefficients, float* out, int32_t threads);
 
-/* Cross-entropy of logits hidden weight' against targets, row by row: losses [rows] in nats (fp64). hidden [rows, width]; weight [words, width];
- * targets [rows] in 0..words-1. d_hidden and d_weight receive the gradients of the losses' sum (each may be NULL). About a million
- * logits exist at a time, or those of 192 rows where these are more. */
+/* Cross-entropy of logits hidden weight' against targets, row by row: losses [rows] in nats (fp64). hidden [rows, width]; weight
+ * [words, width]; targets [rows] in 0..words-1. d_hidden and d_weight receive the gradients of the losses' sum (each may be NULL). About a
+ * million logits exist at a time, or those of 192 rows where these are more. */
 GNOMON_API void gnomon_cross_entropy(const float* hidden, const float* weight, const int64_t* targets, int64_t rows, int64_t width,
                                      int64_t words, double* losses, float* d_hidden, float* d_weight, int32_t threads);
 
-/* The choice of experts from scores [rows, experts] and the selection bias [experts], as csrc/router.h describes it: ids, weights [rows, k];
- * cutoff [rows] is the (k+1)-th largest biased score, or the smallest chosen where there is none. */
+/* The choice of experts from scores [rows, experts] and the selection bias [experts], as csrc/router.h describes it: ids, weights
+ * [rows, k]; cutoff [rows] is the (k+1)-th largest biased score, or the smallest chosen where there is none. */
 GNOMON_API void gnomon_route_forward(const float* scores, const float* bias, int64_t rows, int64_t experts, int64_t k, int64_t groups,
                                      int64_t kept_groups, int32_t renormalise, float scaling, int64_t* ids, float* weights, float* cutoff,
                                      int32_t threads);

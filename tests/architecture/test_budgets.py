@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "gnomon").rglob("*.py"))
 PROGRAMS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).rglob("*.py"))
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 7
+CPP = sorted(p for p in (ROOT / "csrc").iterdir() if p.suffix in (".cpp", ".h"))
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS, MAX_LINE = 400, 60, 7, 140
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
 FORBIDDEN_CLASS = re.compile(r"(Manager|Handler|Impl)$|^Base[A-Z]")
 OWNS_A_BOUNDARY = ("sandbox/", "serve/api.py", "agent/rollout.py")
@@ -50,11 +51,18 @@ def undocumented(module: ast.Module) -> list[str]:
             and not any(ast.unparse(d).split(".")[-1] in shared for d in getattr(node, "decorator_list", []))]
 
 
-@pytest.mark.parametrize("path", SOURCES + PROGRAMS, ids=relative)
+@pytest.mark.parametrize("path", SOURCES + PROGRAMS + CPP, ids=relative)
 def test_file_is_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     limit = 200 if path.name == "cli.py" else MAX_FILE
     assert lines <= limit, f"{relative(path)}: {lines} lines, the limit is {limit}"
+
+
+def test_lines_of_cpp_are_short() -> None:
+    """As ruff has it for Python; here in bytes."""
+    long = [f"{relative(p)}:{i}: {len(line)} bytes" for p in CPP for i, line in enumerate(p.read_bytes().splitlines(), 1)
+            if len(line) > MAX_LINE]
+    assert not long, "\n".join(long)
 
 
 def test_functions_are_short() -> None:
@@ -126,8 +134,8 @@ def test_init_files_are_light() -> None:
 
 
 def test_no_notes_to_self() -> None:
-    found = [f"{relative(p)}:{i}" for p in SOURCES + PROGRAMS for i, line in enumerate(p.read_text(encoding="utf-8").splitlines(), 1)
-             if re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", line)]
+    found = [f"{relative(p)}:{i}" for p in SOURCES + PROGRAMS + CPP for i, line in enumerate(p.read_text(encoding="utf-8").splitlines(), 1)
+             if re.search(r"(#|/\*).*\b(TODO|FIXME|XXX|HACK)\b", line)]
     assert not found, "\n".join(found)
 
 

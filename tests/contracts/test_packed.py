@@ -3,6 +3,8 @@
 import ctypes
 import inspect
 import os
+import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -218,6 +220,21 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_lack_of_memory_is_said() -> None:
+    """No machine has what this product asks for; the process ends with a line about it instead of a write to address zero."""
+    script = """
+import ctypes, torch
+from gnomon.kernels import native
+from gnomon.kernels.packed.matrix import PackedMatrix
+w, x = PackedMatrix.of(torch.randn(16, 64).bfloat16()), torch.randn(64)
+native.library().gnomon_matrix_multiply(ctypes.addressof(w.view), x.data_ptr(), 2**52, 0, x.data_ptr(), 0, 0, 1)
+"""
+    told = {**os.environ, "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":allocator_may_return_null=1"}  # `make sanitize`
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600, env=told)
+    assert done.returncode == -signal.SIGABRT
+    assert re.search(r"gnomon: out of memory: an operator asked for \d{18,} bytes of scratch", done.stderr)
 
 
 def test_callers_on_several_threads_do_not_disturb_each_other() -> None:

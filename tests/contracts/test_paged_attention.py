@@ -177,6 +177,16 @@ def test_a_few_tokens_at_once_have_the_bits_of_one_at_a_time(dtype) -> None:
     assert torch.equal(together, torch.cat(single))
 
 
+def test_more_rows_than_one_round_holds_have_the_bits_of_few() -> None:
+    """Partial results of many rows and long contexts do not stand in memory at once (csrc/attention_absorbed.cpp), which no bit shows."""
+    layer = Layer(heads=48, nope=4, rope=4, value=4, latent=512)  # half a megabyte of them per row here, and rounds of 64
+    past, news, seeds = [1900, 3, 1890, 700], [60, 1, 63, 40], [1, 2, 3, 4]
+    together = run(Batch(layer, past, news, seeds)).split(news)
+    for index, (p, n, s) in enumerate(zip(past, news, seeds, strict=True)):
+        few = min(n, n % 7 + 1)
+        assert torch.equal(together[index][-few:], run(Batch(layer, [p + n - few], [few], [s])))
+
+
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e4])
 def test_scores_of_any_size(size: float) -> None:
     """Large scores do not overflow: the largest is subtracted before the exponential."""
