@@ -9,6 +9,7 @@ import torch
 from gnomon.kernels import experts, kda, mla
 from gnomon.kernels.experts import grouped_mm, reference
 from gnomon.kernels.kda import fla
+from gnomon.kernels.mla import flex
 
 BF16 = torch.bfloat16
 
@@ -48,11 +49,38 @@ def test_the_grouped_product_computes_the_experts() -> None:
     compare_experts("cpu")
 
 
+CALLS = {
+    "queries in the middle": ((2, 5), 9, None, 3),
+    "all queries": ((1, 130), 130, None, 0),
+    "documents": ((1, 131), 131, [0, 5, 5, 70, 71, 131], 0),
+}
+
+
+def compare_attention(device: str, dtype: torch.dtype, name: str, tolerance: float) -> None:
+    """FlexAttention against explicit scores in fp64."""
+    (batch, tokens), keys, borders, offset = CALLS[name]
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, n, 3, width, generator=draw).to(device, dtype) for n, width in ((tokens, 24), (keys, 24), (keys, 16)))
+    bounds = None if borders is None else torch.tensor(borders, dtype=torch.int32, device=device)
+    near(flex.attention(q, k, v, 0.2, bounds, offset), mla.attention.reference(q.double(), k.double(), v.double(), 0.2, bounds, offset),
+         tolerance)
+
+
+@pytest.mark.slow  # PyTorch loads its compiler for the call
+@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_the_mask_of_flex_attention_says_who_sees_whom(name: str) -> None:
+    """On a CPU PyTorch writes the scores out; the mask and the call are those of a GPU."""
+    with torch.no_grad():
+        compare_attention("cpu", torch.float32, name, 1e-5)
+
+
 def test_reasons_name_the_input() -> None:
     arguments = expert_inputs("cpu")
     assert "z is torch.bfloat16 on cpu" in str(grouped_mm.refuse_experts(*arguments))
     q = torch.zeros(1, 4, 2, 8)
     assert "q is torch.float32 on cpu" in str(fla.refuse_chunk(q, q, q, q, q[..., 0]))
+    assert "q is torch.float32 on cpu" in str(flex.refuse_attention(q, q, q, 1.0))
 
 
 @pytest.mark.gpu
@@ -90,3 +118,13 @@ def test_attention_on_a_gpu(dtype: torch.dtype) -> None:
     v = torch.randn(1, 301, 4, 64, generator=draw).to("cuda", dtype)
     wide = mla.attention.reference(q.double(), k.double(), v.double(), 0.1, bounds)
     near(mla.attention(q, k, v, 0.1, bounds), wide, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_flex_attention_on_a_gpu(dtype: torch.dtype, name: str) -> None:
+    q = torch.zeros(1, 8, 3, 24, dtype=dtype, device="cuda")
+    if (reason := flex.refuse_attention(q, q, q[..., :16], 0.2)) is not None:
+        pytest.skip(reason)
+    compare_attention("cuda", dtype, name, 1e-2)
