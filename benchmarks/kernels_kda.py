@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,10 @@ def forward(form: Form, inputs: list[Tensor]) -> Tensor:
         return form(*inputs)[0]
 
 
-def both(form: Form, inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs and gradients."""
+def both(form: Form, inputs: list[Tensor], d_o: Tensor | None = None) -> list[Tensor]:
+    """Outputs and gradients; the gradient of the outputs, all ones, may be there already, as it is in a model."""
     o, _ = form(*inputs)
-    return [o.detach(), *torch.autograd.grad(o, inputs, torch.ones_like(o))]
+    return [o.detach(), *torch.autograd.grad(o, inputs, torch.ones_like(o) if d_o is None else d_o)]
 
 
 def check(form: Form) -> float:
@@ -126,9 +127,11 @@ def linearity(runs: int) -> dict[str, Any]:
     for name, run, heads in (("forward", forward, HEADS), ("forward and backward", both, 2)):
         per_token = {}
         for length in (TIME, LONG):
-            inputs = draw(length, heads, WIDTH)
-            per_token[length] = repeat(lambda run=run, inputs=inputs: run(cpu.chunk, inputs), runs)["median"] / length  # type: ignore[misc]
-            del inputs
+            arguments: list[Any] = [draw(length, heads, WIDTH)]
+            if run is both:
+                arguments.append(torch.ones_like(arguments[0][2]))
+            per_token[length] = repeat(partial(run, cpu.chunk, *arguments), runs)["median"] / length
+            del arguments
         result[name] = {"heads": heads, "seconds per token": per_token, "ratio": per_token[LONG] / per_token[TIME]}
     return result
 
