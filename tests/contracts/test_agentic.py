@@ -14,6 +14,7 @@ from gnomon.agent.verifiers_trace import to_trace
 from gnomon.data.chat import ChatFormat
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain.agentic import AgentSampler, AgentsConfig, AgentSource
 from gnomon.posttrain.demonstrations import of_trajectory
 from gnomon.posttrain.endpoint import EndpointConfig
@@ -111,7 +112,7 @@ def test_reinforcement_of_agents(config: AgentsConfig, chat: ChatFormat, run: Pa
     vocabulary.save(tmp_path / "run" / "tokenizer")
     source = AgentSource(config, chat)
 
-    def make(model: Any, version: int, folder: Path) -> AgentSampler:
+    def make(model: Any, version: int, folder: Path, mesh: Mesh) -> AgentSampler:
         return AgentSampler(source, RemoteSampler(model, remote, folder, version=version), folder)
 
     settings = RLConfig(steps=2, pool=PoolConfig(prompts=5, group_size=2), sampling=SamplingConfig(remote=remote),

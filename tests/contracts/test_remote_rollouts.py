@@ -218,7 +218,7 @@ def test_what_is_refused(urls: list[str], run: Path, vocabulary: Tokenizer) -> N
     with pytest.raises(CapacityError, match="do not fit"):
         sampler.sample([long])
     with pytest.raises(ConfigError, match="nothing is sampled from servers here"):
-        SamplingConfig(remote=remote(urls)).sampler(model, 0)
+        SamplingConfig(remote=remote(urls)).here(model, 0)
 
 
 class OtherEngine:

@@ -68,7 +68,8 @@ class Adapter:
         """Add it to a model that has the base's weights. Raises `CheckpointError` for a module that the model lacks, before it adds any."""
         places = {name: (slot, tensor) for name, slot, tensor in _places(model)}
         plan: list[tuple[Tensor, Pair | Tensor]] = []
-        for name, part in (*((f"{module}.weight", pair) for module, pair in self.pairs.items()), *self.rest.items()):
+        parts: list[tuple[str, Pair | Tensor]] = [(f"{module}.weight", pair) for module, pair in self.pairs.items()]
+        for name, part in [*parts, *self.rest.items()]:
             if name not in places:
                 raise CheckpointError(f"the adapter changes {name}, which the model does not have; it belongs to another model")
             tensor = places[name][1]

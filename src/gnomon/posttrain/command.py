@@ -196,7 +196,7 @@ def _problems(recipe: RLRecipe) -> tuple[ProblemSource, Makes | None]:
 
 
 def _require_alone(recipe: RLRecipe, mesh: Mesh) -> None:
-    """Raises `ConfigError` for several ranks where a recipe names servers: these have the weights of one process, and one judge."""
+    """Raises `ConfigError` for several ranks where a recipe names servers or a judge: what these say was tried with one process only."""
     from gnomon.errors import ConfigError
 
     named = {"train.sampling.remote": recipe.train.sampling.remote, "agents": recipe.agents, "tournament": recipe.tournament}
@@ -205,10 +205,12 @@ def _require_alone(recipe: RLRecipe, mesh: Mesh) -> None:
             raise ConfigError(f"'{name}' works in a run of one process, and {mesh.world} ranks were started; start it without torchrun")
 
 
-def _sampler(recipe: RLRecipe, cold: Transformer) -> AnySampler:
+def _sampler(recipe: RLRecipe, cold: Transformer, mesh: Mesh | None = None) -> AnySampler:
     """A sampler of the cold start."""
+    from gnomon.parallel.mesh import Mesh
+
     make = _problems(recipe)[1] or recipe.train.sampling.sampler
-    return make(cold, 0, recipe.run)
+    return make(cold, 0, recipe.run, mesh or Mesh())
 
 
 def _tournament(recipe: RLRecipe, cold: Transformer, source: ProblemSource) -> Tournament | None:
@@ -246,7 +248,7 @@ def _sampled(recipe: RLRecipe, cold: Start, count: int, purpose: int, *, graded:
     sampling, mesh = recipe.train.sampling, cold.setup.mesh
     fresh = _fresh(recipe, cold.source, count, purpose)
     own = fresh[mesh.rank :: mesh.world]
-    with closing(_sampler(recipe, cold.model)) as sampler:
+    with closing(_sampler(recipe, cold.model, mesh)) as sampler:
         found = sampling.graded(sampler, own) if graded else sampler.sample(own).finished
     return sorted(exchanged(mesh, found, {each.group: each.problem for each in fresh}), key=lambda each: each.group)
 

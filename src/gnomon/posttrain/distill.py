@@ -117,7 +117,7 @@ def distill(start: Start, teachers: Teachers, config: DistillConfig, folder: Pat
     rows = []
     graders: Any = Grading(config.sampling.graders, config.sampling.grader_seconds) if config.outcome else nullcontext(Ungraded())
     with kept.metrics(offset, done) as metrics, graders as grading:
-        sampler = config.sampling.sampler(made.model, done, folder)
+        sampler = config.sampling.sampler(made.model, done, folder, made.mesh)
         for step in range(done, config.steps):
             began = time.perf_counter()
             sampler.load(made.model, step)

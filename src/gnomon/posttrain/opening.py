@@ -12,6 +12,7 @@ from gnomon.data.chat import chat_format
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
 from gnomon.model.transformer import Transformer
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain.agentic import AgentSampler, AgentsConfig, AgentSource
 from gnomon.posttrain.effort import Budgets
 from gnomon.posttrain.keeping import fingerprint
@@ -21,7 +22,7 @@ from gnomon.posttrain.rl import SamplingConfig
 from gnomon.posttrain.rollout import Rollout
 from gnomon.posttrain.tournament import Tournament, TournamentConfig, lengths
 
-Makes = Callable[[Transformer, int, Path], AnySampler]
+Makes = Callable[[Transformer, int, Path, Mesh], AnySampler]
 
 
 def agents(config: AgentsConfig, sampling: SamplingConfig, run: Path) -> tuple[AgentSource, Makes]:
@@ -30,8 +31,8 @@ def agents(config: AgentsConfig, sampling: SamplingConfig, run: Path) -> tuple[A
         raise ConfigError("'agents' speak through the run's tokenizer to servers of 'train.sampling.remote'; both must be there")
     remote, source = sampling.remote, AgentSource(config, chat_format(Tokenizer.load(run / "tokenizer"), config.chat_format))
 
-    def make(model: Transformer, version: int, folder: Path) -> AgentSampler:
-        servers = RemoteSampler(model, remote, folder, temperature=sampling.temperature, version=version)
+    def make(model: Transformer, version: int, folder: Path, mesh: Mesh) -> AgentSampler:
+        servers = RemoteSampler(model, remote, folder, temperature=sampling.temperature, version=version, mesh=mesh)
         return AgentSampler(source, servers, folder)
 
     return source, make

@@ -54,7 +54,10 @@ class Sampled:
 class AnySampler(Protocol):
     """Whatever samples rollouts: `Sampler` here, servers in `remote.py`."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Of the weights that it samples from."""
+        ...
 
     def load(self, model: Transformer, version: int) -> None:
         """Take the weights that the model has now; spans sampled from here on carry `version`."""

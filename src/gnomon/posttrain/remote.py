@@ -27,6 +27,7 @@ from gnomon.config import setting
 from gnomon.errors import CapacityError, ConfigError, PolicyError
 from gnomon.model.runs import folder_of
 from gnomon.model.transformer import Transformer
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain.endpoint import Endpoint, EndpointConfig
 from gnomon.posttrain.grading import FAILURES
 from gnomon.posttrain.keeping import set_apart
@@ -70,8 +71,8 @@ class RemoteSampler:
     """
 
     def __init__(self, model: Transformer, config: RemoteConfig, run: Path, *, temperature: float = 1.0, version: int = 0,
-                 endpoints: Sequence[Endpoint] | None = None) -> None:
-        self.config, self.temperature, self.version = config, temperature, version
+                 endpoints: Sequence[Endpoint] | None = None, mesh: Mesh | None = None) -> None:
+        self.config, self.temperature, self.version, self._mesh = config, temperature, version, mesh or Mesh()
         self.folder = (config.folder or run / "served").resolve()
         self.endpoints = [Endpoint(each) for each in config.endpoints] if endpoints is None else list(endpoints)
         self._tokenizer = run / "tokenizer"
@@ -96,10 +97,13 @@ class RemoteSampler:
         return _Work(self, rollouts, on_finished).run(wanted)
 
     def send(self) -> None:
-        """Have the servers take the weights of the last `load`, if they have not yet."""
-        if self._model is not None:
+        """Have the servers take the weights of the last `load`, if they have not yet; of several ranks the first one does, and all wait."""
+        if self._model is None:
+            return
+        if self._mesh.is_main:
             self._send(self._model)
-            self._model = None
+        self._model = None
+        self._mesh.wait()
 
     def close(self) -> None:
         """There is nothing to give back."""

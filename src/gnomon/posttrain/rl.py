@@ -55,12 +55,16 @@ class SamplingConfig:
     world_seconds: float | None = setting(None, "a world that takes longer for one answer is given up and its rollout left out; none: 600")
     remote: RemoteConfig | None = setting(None, "servers that sample in the place of this process")
 
-    def sampler(self, model: Transformer, version: int, run: Path | None = None) -> AnySampler:
+    def sampler(self, model: Transformer, version: int, run: Path, mesh: Mesh) -> AnySampler:
         """A sampler of these settings; `run` is the folder of the run, which servers take weights from."""
+        if self.remote is None:
+            return self.here(model, version)
+        return RemoteSampler(model, self.remote, run, temperature=self.temperature, version=version, mesh=mesh)
+
+    def here(self, model: Transformer, version: int) -> Sampler:
+        """A sampler in this process. Raises `ConfigError` where servers are named."""
         if self.remote is not None:
-            if run is None:
-                raise ConfigError("'sampling.remote' is set, and nothing is sampled from servers here; leave it out")
-            return RemoteSampler(model, self.remote, run, temperature=self.temperature, version=version)
+            raise ConfigError("'sampling.remote' is set, and nothing is sampled from servers here; leave it out")
         return Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version,
                        world_seconds=self.world_seconds or WORLD_SECONDS)
 
@@ -109,8 +113,8 @@ class RLConfig:
 class Start:
     """What a run begins with: weights, problems, the budgets of its cold start (None: no budget binds), and the seed of every draw.
 
-    `sampler` makes the sampler of (model, version, run folder) where the settings' own will not do, and `tournament` judges problems that
-    have no grader.
+    `sampler` makes the sampler of (model, version, run folder, ranks) where the settings' own will not do, and `tournament` judges problems
+    that have no grader.
     """
 
     model: Transformer
@@ -118,7 +122,7 @@ class Start:
     budgets: Budgets | None = None
     seed: int = 0
     say: Say = field(default=lambda _: None)
-    sampler: Callable[[Transformer, int, Path], AnySampler] | None = None
+    sampler: Callable[[Transformer, int, Path, Mesh], AnySampler] | None = None
     tournament: Tournament | None = None
     setup: Setup = field(default_factory=Setup)
 
@@ -145,7 +149,7 @@ def train(start: Start, config: RLConfig, folder: Path) -> list[dict[str, Any]]:
     rows = []
     make = start.sampler or config.sampling.sampler
     with (kept.metrics(offset, done) as metrics, Grading(config.sampling.graders, config.sampling.grader_seconds) as grading,
-          closing(make(made.model, done, folder)) as sampler):
+          closing(make(made.model, done, folder, made.mesh)) as sampler):
         for step in range(done, config.steps):
             began = time.perf_counter()
             sampler.load(made.model, step)

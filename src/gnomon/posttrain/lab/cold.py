@@ -70,7 +70,7 @@ def gate(desk: Desk) -> dict[str, Any]:
     Raises `TrainingError` where no domain's gate opens, or one does not and the recipe says to stop.
     """
     recipe, model, picture = desk.recipe, desk.cold_model(), desk.folder / "gate.svg"
-    sampler = recipe.expert.sampling.sampler(model, 0)
+    sampler = recipe.expert.sampling.here(model, 0)
     cells: Cells = tuple((each.name, "max") for each in recipe.domains)
     rollouts = scores.answers(recipe.expert.sampling, sampler, desk.tasks, cells, seed=desk.seed, split="gate", each=recipe.gate.rollouts)
     found = gates.by_domain((domain for domain, _ in cells), rollouts)

@@ -74,7 +74,7 @@ def export(desk: Desk) -> dict[str, Any]:
     save_pretrained(model, folder)
     again = load_pretrained(folder)
     sampling = recipe.expert.sampling
-    sampler = sampling.sampler(model, 0)
+    sampler = sampling.here(model, 0)
     rollouts = scores.answers(sampling, sampler, desk.tasks, desk.open_cells, seed=desk.seed, split="test", each=-(-TOLD // 9))
     documents = [learner.document(each) for each in rollouts if each.sampled]
     trained, filed = _logprobs(model, documents), _logprobs(again, documents)

@@ -103,7 +103,7 @@ def scored(rollouts: Sequence[Rollout], budgets: Budgets | None, taus: Mapping[C
 def evaluated(recipe: LabRecipe, model: Transformer, tasks: Tasks, cells: Cells, budgets: Budgets, *, seed: int,
               sampler: Sampler | None = None) -> dict[str, Any]:
     """A model's scores in some cells, as JSON by `domain/effort`."""
-    sampler = sampler or recipe.expert.sampling.sampler(model, 0)
+    sampler = sampler or recipe.expert.sampling.here(model, 0)
     rollouts = answers(recipe.expert.sampling, sampler, tasks, cells, seed=seed, split="test", each=recipe.evaluate.problems)
     found = scored(rollouts, budgets, {cell: recipe.tau(cell) for cell in cells})
     return {"/".join(cell): each.to_json() for cell, each in found.items()}
