@@ -14,7 +14,8 @@ from gnomon.data.images import RELEASED, prepare
 from gnomon.data.messages import Conversation, Message, Text
 from gnomon.data.mixture import Mixture
 from gnomon.data.packing import PackedBatches
-from gnomon.data.picture_tasks import KINDS, PLACES, Shown
+from gnomon.data.picture_code import RENDERED
+from gnomon.data.picture_tasks import KINDS, MOVES, PLACES, Clip, Shown, stills
 from gnomon.data.pictures import Pictures, PicturesConfig
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
 from gnomon.errors import CheckpointError, ConfigError, DataError
@@ -53,7 +54,7 @@ def test_the_same_number_is_the_same_picture_and_others_differ(kind: str) -> Non
         one, again, other = (KINDS[kind](stream(n)) for n in (number, number, number + 1000))
         assert one.kind == kind
         assert (one.question, one.answer) == (again.question, again.answer)
-        pixels = [[part.tobytes() for part in task.parts if not isinstance(part, str)] for task in (one, again, other)]
+        pixels = [[part.tobytes() for part in stills(task.parts) if not isinstance(part, str)] for task in (one, again, other)]
         assert pixels[0] == pixels[1]
         assert (one.answer, pixels[0]) != (other.answer, pixels[2])
 
@@ -154,6 +155,13 @@ def test_equal_letters_look_alike_and_others_do_not() -> None:
     assert np.abs(one - other).mean() > 0.2
 
 
+def test_a_shape_alone_is_what_its_words_say() -> None:
+    for task in shown("shape", 40):
+        _, colour, _ = task.answer.rstrip(".").split()
+        assert picture(task).size == (28, 28)
+        assert [name for name in COLOURS if near(picture(task), name).sum() > 25] == [colour]
+
+
 def test_spelled_answers_have_a_token_for_each_letter(tokenizer: Tokenizer) -> None:
     source = Pictures(tokenizer, PicturesConfig(kinds=("line",), chat=0.0), RELEASED)
     sample = source.sample(0)
@@ -163,7 +171,7 @@ def test_spelled_answers_have_a_token_for_each_letter(tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("chat", [0.0, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "clip"])
 def test_pads_stand_where_images_are_and_are_not_learnt(tokenizer: Tokenizer, kind: str, chat: float) -> None:
     pad = tokenizer.special_ids["<|media_pad|>"]
     source = Pictures(tokenizer, PicturesConfig(kinds=(kind,), chat=chat), RELEASED)
@@ -182,6 +190,47 @@ def test_pads_stand_where_images_are_and_are_not_learnt(tokenizer: Tokenizer, ki
             assert before.tolist() == [tokenizer.special_ids["<|media_begin|>"], *size, tokenizer.special_ids["<|media_content|>"]]
         start, length = sample.answer
         assert tokenizer.decode(item.tokens[start : start + length]).strip() == sample.shown.answer
+
+
+def test_a_clip_is_what_its_words_say() -> None:
+    """The middle of what has the colour moves that way by at least five pixels a frame, and no other way."""
+    seen = set()
+    for task in shown("clip", 40):
+        clip = task.parts[0]
+        assert isinstance(clip, Clip)
+        colour, move = re.fullmatch(r"The (\w+) \w+ (.*)\.", task.answer).groups()
+        seen.add(move)
+        middles = np.array([[np.mean(axis) for axis in np.nonzero(near(frame, colour))[::-1]] for frame in clip.frames])
+        steps, (dx, dy) = np.diff(middles, axis=0), MOVES[move]
+        assert 2 <= len(clip.frames) <= 8
+        if (dx, dy) == (0, 0):
+            assert np.abs(steps).max() < 0.5
+        else:
+            assert (steps @ (dx, dy)).min() > 4 and np.abs(steps @ (dy, dx)).max() < 0.5
+    assert seen == set(MOVES)
+
+
+@pytest.mark.parametrize("chat", [0.0, 1.0])
+def test_clips_become_items_of_up_to_four_frames(tokenizer: Tokenizer, chat: float) -> None:
+    """As a document; a conversation has no videos, so there its frames are images."""
+    pad = tokenizer.special_ids["<|media_pad|>"]
+    source, counts = Pictures(tokenizer, PicturesConfig(kinds=("clip",), chat=chat), RELEASED), set()
+    for number in range(12):
+        sample = source.sample(number)
+        item, frames = sample.item, sample.shown.parts[0].frames
+        counts.add(len(frames))
+        groups = [[frame] for frame in frames] if chat else [frames[start : start + 4] for start in range(0, len(frames), 4)]
+        assert [image.pixels.frames for image in item.images] == [len(group) for group in groups]
+        places = np.concatenate([np.arange(image.start, image.start + image.count) for image in item.images])
+        assert np.flatnonzero(item.tokens == pad).tolist() == places.tolist() and not item.loss_mask[places].any()
+        for image, group in zip(item.images, groups, strict=True):
+            assert image.count == 9
+            assert np.array_equal(image.pixels.patches, np.concatenate([prepare(frame).patches for frame in group]))
+        if not chat:
+            titles = re.findall(r"video 84x84 (\d)-(\d)", tokenizer.decode([t for t in item.tokens.tolist() if t != pad]))
+            ends = np.cumsum([len(group) for group in groups])
+            assert titles == [(str(end - len(group) + 1), str(end)) for end, group in zip(ends, groups, strict=True)]
+    assert min(counts) <= 4 < max(counts)
 
 
 @pytest.mark.parametrize("chat", [0.0, 1.0])
@@ -208,6 +257,7 @@ def test_a_conversation_is_what_the_chat_format_writes(tokenizer: Tokenizer) -> 
 
 def test_it_goes_on_where_it_was(tokenizer: Tokenizer) -> None:
     config = PicturesConfig(chat=0.5, seed=3)
+    assert not set(config.kinds) & set(RENDERED)  # what needs other programs must be asked for
     source = Pictures(tokenizer, config, RELEASED)
     for _ in range(7):
         source.next_item()

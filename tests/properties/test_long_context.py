@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnomon.data.images import RELEASED
 from gnomon.data.long_context import LongConfig, LongContext
 from gnomon.data.long_tasks import KINDS, RANGE, RANGES, draw, word
 from gnomon.data.mixture import ItemSource, Mixture
@@ -99,7 +100,7 @@ def test_ablation_removes_one_piece_and_nothing_else(tokenizer: Tokenizer, docum
     sample = source.sample(5)
     for task, placed in enumerate(sample.tasks):
         for piece, (start, length) in enumerate(placed.evidence):
-            cut = source.without(5, task, piece)
+            cut = source.without(5, task, piece).tokens
             changed = np.flatnonzero(cut != sample.item.tokens)
             assert len(changed) and start <= changed[0] and changed[-1] < start + length
             assert placed.task.evidence[piece] not in tokenizer.decode(cut[: placed.answer[0]].tolist())
@@ -147,3 +148,40 @@ def test_what_cannot_be_built_is_one_error(tokenizer: Tokenizer, documents: list
         LongContext([], tokenizer, LongConfig())
     with pytest.raises(DataError, match="empty"):
         LongContext([np.array([], np.int64)], tokenizer, LongConfig()).sample(0)
+
+
+@settings(max_examples=5)
+@given(index=st.integers(0, 2**40), learn=st.sampled_from(["all", "answers"]), share=st.sampled_from([0.3, 1.0]))
+def test_evidence_in_pictures(tokenizer: Tokenizer, documents: list[np.ndarray], index: int, learn: str, share: float) -> None:
+    """The same guarantees; what is to be read in a picture stands nowhere in the text, and pads are where images are."""
+    config = LongConfig(window=8192, tasks=2, pictures=share, learn=learn, kinds=("code", "order", "chain", "total"))
+    source = LongContext(documents, tokenizer, config, RELEASED)
+    sample, pad = source.sample(index), tokenizer.special_ids["<|media_pad|>"]
+    tokens, mask, images = sample.item.tokens, sample.item.loss_mask, sample.item.images
+    places = np.concatenate([np.arange(image.start, image.start + image.count) for image in images])
+    assert np.flatnonzero(tokens == pad).tolist() == places.tolist() and not mask[places].any()
+    assert mask.all(where=tokens != pad) if learn == "all" else mask.sum() == sum(placed.answer[1] for placed in sample.tasks)
+    in_pictures = 0
+    for task, placed in enumerate(sample.tasks):
+        assert placed.span >= 4096 and {4 * start // 8192 for start, _ in placed.evidence} == {0, 1, 2, 3}
+        for piece, ((start, length), text) in enumerate(zip(placed.evidence, placed.task.evidence, strict=True)):
+            inside = [image for image in images if start <= image.start < start + length]
+            cut = source.without(index, task, piece)
+            assert [image.start for image in cut.images] == [image.start for image in images if image not in inside]
+            assert (cut.tokens == pad).sum() == (tokens == pad).sum() - sum(image.count for image in inside)
+            if inside:
+                in_pictures += 1
+                assert len(inside) == 1 and inside[0].count == len(text) == inside[0].pixels.width // 28
+                assert text not in tokenizer.decode(tokens[tokens != pad].tolist())
+            else:
+                assert tokenizer.decode(tokens[start : start + length].tolist()) == f"\n{text}\n"
+    pieces = sum(len(placed.evidence) for placed in sample.tasks)
+    assert in_pictures == pieces if share == 1 else in_pictures < pieces
+    assert {4 * image.start // 8192 for image in images} == {0, 1, 2, 3}
+
+
+def test_pictures_need_an_eye(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:
+    with pytest.raises(ConfigError, match=r"'pictures' is 0\.5, but the model has no eye"):
+        LongContext(documents, tokenizer, LongConfig(pictures=0.5))
+    with pytest.raises(ConfigError, match=r"'pictures' is 1\.5"):
+        LongConfig(pictures=1.5)

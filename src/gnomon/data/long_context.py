@@ -2,15 +2,15 @@
 
 A model that is given long documents learns to look nearby, for most of what predicts a token is near. So samples are built: ordinary text
 fills a window, the evidence of a few small tasks is strewn into it, and questions with their answers stand at the end, closed as a
-document is. Each task has
-evidence in every quarter of the window, so the first and the last piece are at least half a window apart. A sample is a function of seed
+document is. Each task has evidence in every quarter of the window, so the first and the last piece are at least half a window apart. With
+`pictures` some of the evidence is to be read in pictures, and documents of pictures stand among the text. A sample is a function of seed
 and number alone: a run resumes by remembering one number. Read next: `long_tasks.py`, `mixture.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol
@@ -18,8 +18,12 @@ from typing import Literal, Protocol
 import numpy as np
 
 from gnomon.config import setting
+from gnomon.data import drawing
+from gnomon.data.images import ImageAt, ImageLimits
 from gnomon.data.long_tasks import KINDS, SubTask, draw
 from gnomon.data.mixture import Item, State
+from gnomon.data.picture_tasks import Part, tell_apart
+from gnomon.data.pictures import Pictures, PicturesConfig
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.data.words import by_word
 from gnomon.errors import CheckpointError, ConfigError, DataError
@@ -40,6 +44,7 @@ class LongConfig:
     pieces: tuple[int, int] = setting((4, 6), "fewest and most pieces of evidence of a task")
     kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of tasks, taken in turn by chance")
     learn: Literal["all", "answers"] = setting("all", "tokens that are learnt: all of the sample, or the answers alone")
+    pictures: float = setting(0.0, "share of the pieces that are to be read in pictures; documents of pictures then stand in the text")
     seed: int = setting(0, "the same seed and number give the same sample")
 
     def __post_init__(self) -> None:
@@ -49,6 +54,8 @@ class LongConfig:
             raise ConfigError(f"'kinds' is {list(self.kinds)}{close} (kinds: {', '.join(KINDS)})")
         if not QUARTERS <= self.pieces[0] <= self.pieces[1]:
             raise ConfigError(f"'pieces' is {list(self.pieces)}; give the fewest and the most, at least {QUARTERS}: one for each quarter")
+        if not 0 <= self.pictures <= 1:
+            raise ConfigError(f"'pictures' is {self.pictures}; it is a share from 0 to 1")
         if self.tasks < 1 or self.seed < 0 or (self.window is not None and self.window < 1):
             raise ConfigError(f"'tasks' is {self.tasks}, 'window' {self.window}, 'seed' {self.seed}; use positive numbers")
 
@@ -74,6 +81,14 @@ class Placed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Tokens that are strewn into the window, and the images among them."""
+
+    tokens: list[int]
+    images: tuple[ImageAt, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LongSample:
     """One sample and what it depends on."""
 
@@ -92,10 +107,14 @@ class Documents(Protocol):
 class LongContext:
     """An endless, resumable source of long samples over documents that fill them.
 
-    Raises `DataError` for documents too short to fill a window, `ConfigError` for a window that cannot hold its evidence apart.
+    `limits` are those of the model's eye, where evidence stands in pictures. Raises `DataError` for documents too short to fill a window,
+    `ConfigError` for a window that cannot hold its evidence apart, and for pictures without an eye.
     """
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, config: LongConfig) -> None:
+    def __init__(self, documents: Documents, tokenizer: Tokenizer, config: LongConfig, limits: ImageLimits | None = None) -> None:
+        if config.pictures and limits is None:
+            raise ConfigError(f"'pictures' is {config.pictures}, but the model has no eye; add a [model.vision] table, or use 0")
+        self._pictures = Pictures(tokenizer, PicturesConfig(chat=0.0), limits) if config.pictures and limits is not None else None
         if not len(documents):
             raise DataError("there are no documents to fill long samples with")
         self.documents, self.tokenizer, self.config = documents, tokenizer, config
@@ -131,34 +150,55 @@ class LongContext:
         counts = random.integers(config.pieces[0], config.pieces[1] + 1, size=config.tasks).tolist()
         tasks = [draw(config.kinds[kind], count, random) for kind, count in zip(kinds, counts, strict=True)]
         evidence, tail, answers = self._encoded(tasks)
+        strewn = [*evidence, *self._seen(tasks, evidence, random)]
         body = self.window - len(tail)
-        places = self._places([[len(piece) for piece in pieces] for pieces in evidence], body, random)
+        places = self._places([[len(piece.tokens) for piece in pieces] for pieces in strewn], body, random)
         tokens = self._filler(self.window, random)
-        ids, at = list(tail), list(range(body, self.window))
-        for pieces, starts in zip(evidence, places, strict=True):
+        ids, at, images = list(tail), list(range(body, self.window)), []
+        for pieces, starts in zip(strewn, places, strict=True):
             for piece, start in zip(pieces, starts, strict=True):
-                ids += piece
-                at += range(start, start + len(piece))
+                ids += piece.tokens
+                at += range(start, start + len(piece.tokens))
+                images += [image.moved(start) for image in piece.images]
         tokens[at] = ids
         placed = tuple(
-            Placed(task=task, evidence=tuple((start, len(piece)) for piece, start in zip(pieces, starts, strict=True)),
+            Placed(task=task, evidence=tuple((start, len(piece.tokens)) for piece, start in zip(pieces, starts, strict=True)),
                    answer=(body + answer[0], answer[1]))
-            for task, pieces, starts, answer in zip(tasks, evidence, places, answers, strict=True))
-        return LongSample(item=Item(tokens=tokens, loss_mask=self._mask(placed), whole=True), tasks=placed)
+            for task, pieces, starts, answer in zip(tasks, evidence, places, answers, strict=False))
+        images.sort(key=lambda image: image.start)
+        return LongSample(item=Item(tokens=tokens, loss_mask=self._mask(placed, images), whole=True, images=tuple(images)), tasks=placed)
 
-    def without(self, index: int, task: int, piece: int) -> np.ndarray:
-        """The tokens of a sample with one piece of evidence overwritten by ordinary text: what a proof by ablation compares with."""
+    def without(self, index: int, task: int, piece: int) -> Item:
+        """A sample with one piece of evidence overwritten by ordinary text: what a proof by ablation compares with."""
         sample = self.sample(index)
         start, length = sample.tasks[task].evidence[piece]
         random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 1 + task * QUARTERS**3 + piece, index]))
         tokens = sample.item.tokens.copy()
         tokens[start : start + length] = self._filler(length, random)
-        return tokens
+        left = tuple(image for image in sample.item.images if not start <= image.start < start + length)
+        return replace(sample.item, tokens=tokens, images=left)
 
-    def _encoded(self, tasks: Sequence[SubTask]) -> tuple[list[list[list[int]]], list[int], list[tuple[int, int]]]:
+    def _seen(self, tasks: Sequence[SubTask], evidence: list[list[_Piece]], random: np.random.Generator) -> list[list[_Piece]]:
+        """Puts pictures in place of some of the evidence, and returns documents of pictures to be strewn, one for each quarter."""
+        if self._pictures is None:
+            return []
+        for task, pieces in zip(tasks, evidence, strict=True):
+            for place in np.flatnonzero(random.random(len(pieces)) < self.config.pictures).tolist():
+                ink, paper = int(random.integers(0, 90)), int(random.integers(170, 256))
+                text = task.evidence[place]
+                line = drawing.line(text, (28 * len(text), 28), scale=(28 / 6, 28 / 11), ink=(ink,) * 3, paper=(paper,) * 3)
+                pieces[place] = self._laid(["\n", line, "\n"])
+        return [[self._laid(["\n", *tell_apart(random).parts, "\n"]) for _ in range(QUARTERS)]]
+
+    def _laid(self, parts: Sequence[Part]) -> _Piece:
+        assert self._pictures is not None
+        tokens, _, images = self._pictures.laid(parts)
+        return _Piece(tokens=tokens, images=images)
+
+    def _encoded(self, tasks: Sequence[SubTask]) -> tuple[list[list[_Piece]], list[int], list[tuple[int, int]]]:
         """The pieces of evidence of each task, the questions and answers at the end, and where in them the answers are."""
         encode = partial(by_word, self.tokenizer)
-        evidence = [[encode(f"\n{piece}\n") for piece in task.evidence] for task in tasks]
+        evidence = [[_Piece(tokens=encode(f"\n{piece}\n")) for piece in task.evidence] for task in tasks]
         tail: list[int] = []
         answers = []
         for task in tasks:
@@ -208,10 +248,12 @@ class LongContext:
                 raise DataError(f"{TRIES} documents in turn are empty; long samples need text to fill them")
         return tokens
 
-    def _mask(self, placed: Sequence[Placed]) -> np.ndarray | None:
-        if self.config.learn == "all":
+    def _mask(self, placed: Sequence[Placed], images: Sequence[ImageAt]) -> np.ndarray | None:
+        if self.config.learn == "all" and not images:
             return None
-        mask = np.zeros(self.window, np.bool_)
+        mask = np.full(self.window, self.config.learn == "all", np.bool_)
+        for image in images:  # pads are never learnt
+            mask[image.start : image.start + image.count] = False
         for task in placed:
             mask[task.answer[0] : task.answer[0] + task.answer[1]] = True
         return mask

@@ -1,19 +1,21 @@
 """What made pictures show, what is asked about them, and the answer (report §3.1): the picture decides the answer, the answer the picture.
 
 A kind makes a `Shown` of random numbers: lines to read, shapes to name with colour and place, charts, pictures as code, coordinates in
-pixels and as shares of the picture, several pictures among words. Read next: `pictures.py`, which makes training items of them.
+pixels and as shares of the picture, several pictures among words, clips of a shape that moves. Read next: `picture_code.py` for pages and
+charts that other programs draw, `pictures.py`, which makes training items of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image
 
 from gnomon.data import drawing
 from gnomon.data.drawing import COLOURS, SHAPES, Colour, Shape
+from gnomon.data.rendering import Rendering
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
@@ -21,6 +23,21 @@ PLACES = ("top left", "top middle", "top right", "middle left", "centre", "middl
 
 SIDE = 84
 """Width and height of a scene in pixels: three by three fields of 28."""
+
+
+MOVES = {"goes right": (1, 0), "goes left": (-1, 0), "goes down": (0, 1), "goes up": (0, -1), "stands still": (0, 0)}
+"""What a shape of a clip may do, and which way that is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Clip:
+    """The frames of a video, all of one size."""
+
+    frames: tuple[Image.Image, ...]
+
+
+Part = str | Image.Image | Clip | Rendering
+"""Words, a picture, a video, or a picture that another program makes of code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +48,7 @@ class Shown:
     """
 
     kind: str
-    parts: tuple[str | Image.Image, ...]
+    parts: tuple[Part, ...]
     question: str
     answer: str
     spelled: bool = False
@@ -82,6 +99,14 @@ def _set(random: Random, kind: str, characters: int) -> Shown:
 
 def _letters(random: Random, characters: int) -> str:
     return "".join(LETTERS[index] for index in random.integers(len(LETTERS), size=characters))
+
+
+def name_shape(random: Random) -> Shown:
+    """One shape in a field of its own, named by colour and shape: who cannot name scenes yet begins with these."""
+    shape, colour = _shape(random, 14, 14)
+    image = drawing.scene(28, 28, _shade(random, 225, 256), [shape])
+    return Shown(kind="shape", parts=(image,), question="What is in the picture?",
+                 answer=f"{_article(colour).capitalize()} {colour} {shape.kind}.")
 
 
 def name_scene(random: Random) -> Shown:
@@ -145,7 +170,7 @@ def tell_apart(random: Random) -> Shown:
     """A document of several pictures with words between them; the question needs all of it."""
     count = int(random.integers(3, 6))
     chosen = random.permutation(len(COLOURS))[:count]
-    parts: list[str | Image.Image] = []
+    parts: list[Part] = []
     numbers = [int(value) for value in random.integers(1, 100, size=count)]
     kinds = [SHAPES[int(index)] for index in random.integers(len(SHAPES), size=count)]
     for place, (index, number, kind) in enumerate(zip(chosen, numbers, kinds, strict=True), 1):
@@ -158,9 +183,31 @@ def tell_apart(random: Random) -> Shown:
                  answer=f"The {kinds[asked]} is {colour_name} and costs {numbers[asked]}.")
 
 
+def watch_clip(random: Random) -> Shown:
+    """Two to eight frames of a shape that moves or stands: what it is, and where it goes."""
+    count, step = int(random.integers(2, 9)), int(random.integers(5, 8))
+    did = list(MOVES)[int(random.integers(len(MOVES)))]
+    dx, dy = MOVES[did]
+    shape, colour = _shape(random, SIDE // 2 - dx * step * (count - 1) // 2, SIDE // 2 - dy * step * (count - 1) // 2)
+    paper = _shade(random, 225, 256)
+    frames = tuple(drawing.scene(SIDE, SIDE, paper, [replace(shape, x=shape.x + dx * step * n, y=shape.y + dy * step * n)])
+                   for n in range(count))
+    return Shown(kind="clip", parts=(Clip(frames=frames),), question="What happens?", answer=f"The {colour} {shape.kind} {did}.")
+
+
+def stills(parts: Sequence[Part]) -> list[str | Image.Image]:
+    """The same with the frames of each clip one after another, for who takes no videos. Renderings must have been made."""
+    flat: list[str | Image.Image] = []
+    for part in parts:
+        assert not isinstance(part, Rendering)
+        flat += part.frames if isinstance(part, Clip) else [part]
+    return flat
+
+
 KINDS: Mapping[str, Callable[[Random], Shown]] = {
-    "letter": read_letter, "word": read_word, "phrase": read_phrase, "line": read_line, "label": read_label, "scene": name_scene,
-    "chart": read_chart, "code": write_code, "point": point_at, "document": tell_apart,
+    "letter": read_letter, "word": read_word, "phrase": read_phrase, "line": read_line, "label": read_label,
+    "shape": name_shape, "scene": name_scene, "chart": read_chart, "code": write_code, "point": point_at, "document": tell_apart,
+    "clip": watch_clip,
 }
 """Kinds of pictures; each draws on a random stream of its own."""
 

@@ -8,7 +8,9 @@ Read next: `packing.py`, which lays items beside text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -17,13 +19,18 @@ from PIL import Image as Picture
 from gnomon.config import setting
 from gnomon.data.chat import chat_format, marker_ids
 from gnomon.data.drawing import png
-from gnomon.data.images import ImageAt, ImageLimits, prepare
+from gnomon.data.images import FRAMES, ImageAt, ImageLimits, prepare, prepare_video
 from gnomon.data.messages import Conversation, Image, Message, Text
 from gnomon.data.mixture import Item, State
-from gnomon.data.picture_tasks import KINDS, Shown
+from gnomon.data.picture_code import ALL_KINDS, RENDERED
+from gnomon.data.picture_tasks import KINDS, Clip, Part, Shown, stills
+from gnomon.data.rendering import Rendering, Renderings
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.extend import suggestion
+
+AHEAD = 64
+"""Samples that are looked at from one on whose rendering is missing, so that one start of a program makes all of theirs."""
 
 IMAGE_MARKERS = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
 
@@ -32,16 +39,16 @@ IMAGE_MARKERS = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|med
 class PicturesConfig:
     """Pictures that a program makes, with questions and answers."""
 
-    kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of pictures, taken by chance; a kind named twice comes twice as often")
+    kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of pictures, by chance; named twice, twice as often; page and plot need programs")
     chat: float = setting(0.25, "share of the items that are conversations in the chat format; the rest are plain documents")
     learn: Literal["all", "answers"] = setting("all", "tokens that are learnt: all but the pads of images, or the answers alone")
     seed: int = setting(0, "the same seed and number give the same picture")
 
     def __post_init__(self) -> None:
-        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        unknown = [kind for kind in self.kinds if kind not in ALL_KINDS]
         if unknown or not self.kinds:
-            close = suggestion(unknown[0], list(KINDS)) if unknown else ""
-            raise ConfigError(f"'kinds' is {list(self.kinds)}{close} (kinds: {', '.join(KINDS)})")
+            close = suggestion(unknown[0], list(ALL_KINDS)) if unknown else ""
+            raise ConfigError(f"'kinds' is {list(self.kinds)}{close} (kinds: {', '.join(ALL_KINDS)})")
         if not 0 <= self.chat <= 1 or self.seed < 0:
             raise ConfigError(f"'chat' is {self.chat} and 'seed' {self.seed}; a share from 0 to 1, and a seed of at least 0")
 
@@ -58,10 +65,15 @@ class PictureSample:
 class Pictures:
     """An endless, resumable source of made pictures.
 
-    Raises `ConfigError` for a tokenizer that names no image markers, or no chat markers where conversations are wanted.
+    `renderings` is the folder where pictures are kept that other programs make. Raises `ConfigError` for a tokenizer that names no image
+    markers, or no chat markers where conversations are wanted, and for kinds that need a folder where none is given.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: PicturesConfig, limits: ImageLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: PicturesConfig, limits: ImageLimits, renderings: Path | None = None) -> None:
+        needy = [kind for kind in config.kinds if kind in RENDERED]
+        if needy and renderings is None:
+            raise ConfigError(f"'kinds' has '{needy[0]}', which another program draws; name a folder to keep such pictures in")
+        self._renderings = None if renderings is None else Renderings(renderings)
         self.tokenizer, self.config, self.limits = tokenizer, config, limits
         self.markers = marker_ids(tokenizer, IMAGE_MARKERS, "pictures")
         self._chat = chat_format(tokenizer) if config.chat else None
@@ -86,27 +98,44 @@ class Pictures:
 
     def sample(self, index: int) -> PictureSample:
         """Sample number `index`."""
+        as_chat, shown = self._shown(index)
+        shown = self._rendered(index, shown)
+        return self._conversation(shown) if as_chat else self._document(shown)
+
+    def _shown(self, index: int) -> tuple[bool, Shown]:
+        """Whether the sample is a conversation, and what it shows; renderings are not made yet."""
         random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 0, index]))
         as_chat = random.random() < self.config.chat
-        shown = KINDS[self.config.kinds[int(random.integers(len(self.config.kinds)))]](random)
-        return self._conversation(shown) if as_chat else self._document(shown)
+        return as_chat, ALL_KINDS[self.config.kinds[int(random.integers(len(self.config.kinds)))]](random)
+
+    def _rendered(self, index: int, shown: Shown) -> Shown:
+        """The same with pictures instead of code; where one is missing, those of the next samples are made with it."""
+        wanted = _code(shown)
+        if not wanted:
+            return shown
+        assert self._renderings is not None
+        if not all(map(self._renderings.has, wanted)):
+            self._renderings.make([*wanted, *(part for ahead in range(index + 1, index + AHEAD) for part in _code(self._shown(ahead)[1]))])
+        made = [self._renderings.picture(part) if isinstance(part, Rendering) else part for part in shown.parts]
+        return replace(shown, parts=tuple(made))
 
     def _document(self, shown: Shown) -> PictureSample:
         """Parts, question, answer and the end of the document, one after the other."""
-        pieces: list[str | Picture.Image] = [*shown.parts, f"\n{shown.question}"]
-        tokens, learnt, images = _Laid(self).all(pieces)
+        pieces: list[Part] = [*shown.parts, f"\n{shown.question}"]
+        tokens, learnt, images = self.laid(pieces)
         answer = self._answer(shown, " ")
         whole = np.array([*tokens, *answer, self.tokenizer.document_end_id], np.int64)
         return self._sample(shown, whole, learnt, images, (len(tokens), len(answer)))
 
     def _conversation(self, shown: Shown) -> PictureSample:
-        """A user's message of parts and question, and the assistant's answer, in the chat format."""
+        """A user's message of parts and question, and the assistant's answer, in the chat format, where frames are images."""
         assert self._chat is not None
+        parts = stills(shown.parts)
         content = tuple(Text(text=part) if isinstance(part, str) else Image(data=png(part), media_type="image/png")
-                        for part in shown.parts)
+                        for part in parts)
         user = Message(role="user", content=(*content, Text(text=shown.question)))
         asked = self._chat.encode(Conversation(messages=(user,), thinking=False), images=True)
-        tokens, learnt, images = expand(np.array(asked.tokens, np.int64), [part for part in shown.parts if not isinstance(part, str)],
+        tokens, learnt, images = expand(np.array(asked.tokens, np.int64), [part for part in parts if not isinstance(part, str)],
                                         self.markers[2], self.limits)
         answer = self._answer(shown, "")
         tail = [*answer, *self._chat.answer_closes, self.tokenizer.eos_id]
@@ -125,33 +154,44 @@ class Pictures:
             return self.tokenizer.encode(before + shown.answer)
         return [token for ids in self.tokenizer.encode_batch([before, *shown.answer]) for token in ids]
 
-    def piece(self, part: str | Picture.Image) -> tuple[list[int], ImageAt | None]:
-        """Tokens of words, or those of a picture with its pads, and the picture."""
-        if isinstance(part, str):
-            return self.tokenizer.encode(part), None
-        begin, content, pad, end = self.markers
-        pixels = prepare(part, self.limits)
-        head = [begin, *self.tokenizer.encode(f"image {pixels.width}x{pixels.height}"), content]
-        return [*head, *[pad] * pixels.tokens, end], ImageAt(pixels=pixels, start=len(head), count=pixels.tokens)
-
-
-class _Laid:
-    """Pieces laid one after the other."""
-
-    def __init__(self, pictures: Pictures) -> None:
-        self._pictures = pictures
-
-    def all(self, pieces: list[str | Picture.Image]) -> tuple[list[int], list[bool], tuple[ImageAt, ...]]:
-        """Tokens, which of them are learnt, and the images at their places."""
+    def laid(self, pieces: Sequence[Part]) -> tuple[list[int], list[bool], tuple[ImageAt, ...]]:
+        """Pieces one after the other: tokens, which of them are learnt, and the images at their places."""
         tokens: list[int] = []
         images: list[ImageAt] = []
         for piece in pieces:
-            ids, image = self._pictures.piece(piece)
-            if image is not None:
-                images.append(image.moved(len(tokens)))
+            ids, found = self.piece(piece)
+            images += [image.moved(len(tokens)) for image in found]
             tokens += ids
-        pad = self._pictures.markers[2]
+        pad = self.markers[2]
         return tokens, [token != pad for token in tokens], tuple(images)
+
+    def piece(self, part: Part) -> tuple[list[int], tuple[ImageAt, ...]]:
+        """Tokens of words, or those of a picture or video with its pads, and what stands at the pads.
+
+        How a video is written is a choice of ours, since the release says nothing of it: each item of up to four frames as an image is, but
+        called `video WxH` with the numbers of its first and last frame.
+        """
+        if isinstance(part, str):
+            return self.tokenizer.encode(part), ()
+        assert not isinstance(part, Rendering)
+        if not isinstance(part, Clip):
+            items, titles = [prepare(part, self.limits)], [f"image {part.width}x{part.height}"]
+        else:
+            (width, height), count = part.frames[0].size, len(part.frames)
+            items = prepare_video(part.frames, self.limits)
+            titles = [f"video {width}x{height} {first}-{min(first + FRAMES - 1, count)}" for first in range(1, count + 1, FRAMES)]
+        begin, content, pad, end = self.markers
+        tokens: list[int] = []
+        images = []
+        for pixels, title in zip(items, titles, strict=True):
+            tokens += [begin, *self.tokenizer.encode(title), content]
+            images.append(ImageAt(pixels=pixels, start=len(tokens), count=pixels.tokens))
+            tokens += [*[pad] * pixels.tokens, end]
+        return tokens, tuple(images)
+
+
+def _code(shown: Shown) -> list[Rendering]:
+    return [part for part in shown.parts if isinstance(part, Rendering)]
 
 
 def expand(tokens: np.ndarray, pictures: list[Picture.Image], pad: int, limits: ImageLimits

@@ -308,17 +308,17 @@ def _final_evaluation(parts: Parts, model: Transformer | None, display: Display)
     if model is None or not parts.material.held_out:
         return []
     results, questions = [], long_questions(parts.material)
+    eye = None if parts.eye is None else eyes.around(parts.eye, model)
     for context in parts.recipe.evaluation_contexts():
         display.say(f"held-out text at context {context}")
         found = held_out(model, parts.material.held_out, parts.material.tokenizer, context, parts.recipe.evaluate.tokens)
         with frozen(model):
             samples = max(1, parts.recipe.evaluate.tokens // context)
-            answers = scattered.ask(model, questions, context, samples)
+            answers = scattered.ask(model, questions, context, samples, eye)
         results.append(replace(found, answers=scattered.share(answers), kinds=scattered.by_kind(answers),
                                distances=scattered.by_distance(answers, buckets(context))))
-    if parts.eye is not None and results:
+    if eye is not None and results:
         display.say("held-out pictures")
-        eye = eyes.around(parts.eye, model)
         results[0] = replace(results[0], pictures=eyes.read_pictures(eye, parts.material, parts.recipe.evaluate.pictures))
     return results
 

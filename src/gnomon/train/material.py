@@ -18,7 +18,7 @@ from gnomon.data.long_context import LongContext
 from gnomon.data.machine_text import DEFAULT_BYTES, default_corpus
 from gnomon.data.mixture import ItemSource, Mixture
 from gnomon.data.packing import PackedBatches
-from gnomon.data.picture_tasks import KINDS
+from gnomon.data.picture_code import ALL_KINDS
 from gnomon.data.pictures import Pictures, PicturesConfig
 from gnomon.data.shards import Shards, write_shards
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
@@ -88,7 +88,7 @@ def stream(material: Material, mesh: Mesh) -> PackedBatches:
         if source.pictures is not None:
             pairs.append((_pictures(material, source.pictures), source.weight))
         elif source.long is not None:
-            pairs.append((LongContext(next(text), material.tokenizer, source.long), source.weight))
+            pairs.append((LongContext(next(text), material.tokenizer, source.long, _limits(material)), source.weight))
         else:
             pairs.append((next(text), source.weight))
     mixture = Mixture(pairs, recipe.seed)
@@ -108,14 +108,20 @@ def picture_questions(material: Material) -> dict[str, Pictures]:
 
 
 def _pictures(material: Material, config: PicturesConfig) -> Pictures:
+    limits = _limits(material)
+    assert limits is not None  # the recipe was checked
+    return Pictures(material.tokenizer, config, limits, (material.recipe.data.cache or material.recipe.run / "data") / "renderings")
+
+
+def _limits(material: Material) -> ImageLimits | None:
     vision = material.recipe.model.vision
-    assert vision is not None  # the recipe was checked
-    return Pictures(material.tokenizer, config, ImageLimits(patch_size=vision.patch_size, merge_size=vision.merge_size))
+    return None if vision is None else ImageLimits(patch_size=vision.patch_size, merge_size=vision.merge_size)
 
 
 def long_questions(material: Material) -> list[LongContext]:
     """Held-out long samples of each source that strews evidence: other text and other tasks than those trained on."""
-    return [LongContext(shards, material.tokenizer, replace(source.long, seed=source.long.seed + HELD_OUT_SEED, window=None))
+    return [LongContext(shards, material.tokenizer, replace(source.long, seed=source.long.seed + HELD_OUT_SEED, window=None),
+                        _limits(material))
             for shards, source in zip(material.held_out, material.recipe.data.text_sources, strict=False) if source.long is not None]
 
 
@@ -146,7 +152,7 @@ def _picture_words(recipe: TrainRecipe) -> Iterator[str]:
     for source in recipe.data.sources:
         for kind in dict.fromkeys(source.pictures.kinds if source.pictures is not None else ()):
             for index in range(TOKENIZER_PICTURES):
-                shown = KINDS[kind](np.random.Generator(np.random.Philox(key=HELD_OUT_SEED, counter=[0, 0, 1, index])))
+                shown = ALL_KINDS[kind](np.random.Generator(np.random.Philox(key=HELD_OUT_SEED, counter=[0, 0, 1, index])))
                 yield f"{shown.question} {'' if shown.spelled else shown.answer}\n"
 
 

@@ -149,9 +149,10 @@ class TrainRecipe:
         if self.batch_tokens < 1:
             raise ConfigError(f"'batch_tokens' is {self.batch_tokens}; it must be positive, and a multiple of each stage's context")
         self._check_mesh()
-        blind = [index for index, source in enumerate(self.data.sources) if source.pictures is not None and self.model.vision is None]
-        if blind:
-            raise ConfigError(f"'data.sources.{blind[0]}.pictures' is given, but the model has no eye; add a [model.vision] table")
+        seen = [(index, "pictures" if source.pictures else "long.pictures") for index, source in enumerate(self.data.sources)
+                if source.pictures is not None or (source.long is not None and source.long.pictures)]
+        if seen and self.model.vision is None:
+            raise ConfigError(f"'data.sources.{seen[0][0]}.{seen[0][1]}' is given, but the model has no eye; add a [model.vision] table")
         for index, stage in enumerate(self.stages):
             self._check_stage(f"stages.{index}.context", stage)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from gnomon.data.long_context import LongContext, LongSample, Placed
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
+from gnomon.model.multimodal import Multimodal
 from gnomon.model.transformer import Transformer
 
 Share = tuple[float, int]
@@ -31,10 +32,11 @@ class Answered:
 
 
 @torch.no_grad()
-def ask(model: Transformer, sources: Sequence[LongContext], context: int, samples: int) -> list[Answered]:
+def ask(model: Transformer, sources: Sequence[LongContext], context: int, samples: int, eye: Multimodal | None = None) -> list[Answered]:
     """Ask about `samples` windows of each source; a token is right if it is the likeliest one, what greedy generation would say.
 
-    Nothing where there is no source, or where the context is too short for its evidence. The model must be `frozen`.
+    `eye` is the model with tower and projector, where windows have pictures. Nothing where there is no source, or where the context is too
+    short for its evidence. The model must be `frozen`.
     """
     found: list[Answered] = []
     device = next(model.parameters()).device
@@ -46,7 +48,11 @@ def ask(model: Transformer, sources: Sequence[LongContext], context: int, sample
             except ConfigError:
                 return []
             ids = torch.from_numpy(sample.item.tokens).to(device)
-            found += _judged(source.tokenizer, sample, ids, model.head(model.hidden(ids[None])[0, _places(sample, device)]).argmax(-1))
+            if eye is None:
+                hidden = model.hidden(ids[None])
+            else:
+                hidden = model.hidden(None, embeddings=eye.embeddings(ids[None], sample.item.images))
+            found += _judged(source.tokenizer, sample, ids, model.head(hidden[0, _places(sample, device)]).argmax(-1))
     return found
 
 

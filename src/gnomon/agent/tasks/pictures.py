@@ -1,7 +1,7 @@
 """Questions about made pictures: lines of letters to read, shapes to name, charts, SVG code, points. Needs Pillow.
 
 Settings: `kinds` (those of `gnomon/data/picture_tasks.py`), `count` of each, `seed`. Documents of several pictures are asked with their
-words before, pictures in their order. The answer must be said alone.
+words before, pictures in their order; clips frame by frame. The answer must be said alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Source:
             import numpy as np
 
             from gnomon.data.drawing import png
-            from gnomon.data.picture_tasks import KINDS
+            from gnomon.data.picture_tasks import KINDS, stills
         except ImportError as error:
             raise ConfigError(f"pictures need {error.name}; pip install pillow") from None
         for kind in self.kinds:
@@ -43,8 +43,9 @@ class Source:
         for number in range(self.count):
             for kind in self.kinds:
                 shown = KINDS[kind](np.random.Generator(np.random.Philox(key=self.seed + (1 << 33), counter=[0, 0, 0, number])))
-                words = [part for part in shown.parts if isinstance(part, str)]
-                images = tuple(Image(data=png(part), media_type="image/png") for part in shown.parts if not isinstance(part, str))
+                parts = stills(shown.parts)
+                words = [part for part in parts if isinstance(part, str)]
+                images = tuple(Image(data=png(part), media_type="image/png") for part in parts if not isinstance(part, str))
                 yield Task(id=f"pictures/{kind}/{self.seed}-{number}", prompt="\n".join([*words, shown.question]), images=images,
                            check=Check(kind="exact", settings={"answer": shown.answer, "fold_case": False}),
                            solution=Solution.says(shown.answer), metadata={"source": "pictures", "family": kind})
