@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ from sandbox_backends import need_microvm
 from gnomon.errors import ConfigError, SandboxError, SandboxLost, Unsupported
 from gnomon.sandbox import reaper
 from gnomon.sandbox.backends import microvm
+from gnomon.sandbox.gvisor.bundle import foreign_python
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.microvm import kernel, qemu
 from gnomon.sandbox.microvm.machine import Machine
 from gnomon.sandbox.microvm.qmp import Monitor
+from gnomon.sandbox.ns import cgroups
 from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.registry import Registry
 from gnomon.sandbox.sandbox import Command, Limits, Network, Spec
@@ -271,7 +274,7 @@ def test_the_only_way_out_is_the_proxy_socket(tmp_path: Path) -> None:
             writer.close()
 
         server = await asyncio.start_unix_server(answer, str(place))
-        async with server, await furnished(backend, Spec(**{**_fields(TINY), "network": Network(proxy=place)})) as machine:
+        async with server, await furnished(backend, replace(TINY, network=Network(proxy=place))) as machine:
             said = await machine.exec(sh("b wget -q -O - -Y on http://model/"))
             assert said.text == "the gateway", said.stderr
             links = await machine.exec(sh("b ls /sys/class/net"))
@@ -281,8 +284,77 @@ def test_the_only_way_out_is_the_proxy_socket(tmp_path: Path) -> None:
     shutil.rmtree(place.parent)
 
 
-def _fields(spec: Spec) -> dict[str, object]:
-    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+VERSION_2 = """
+import os, sys, time
+sys.path.insert(0, "/root")
+import cgroups
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        for join in group.joins:
+            os.write(join, b"0")
+        work()
+        os._exit(0)
+    return pid
+def eat():
+    kept = bytearray(64 << 20)
+    kept[::4096] = b"x" * len(kept[::4096])
+def spawn():
+    made = 0
+    while made < 20:
+        try:
+            if os.fork() == 0:
+                time.sleep(600)
+        except OSError:
+            os._exit(made)
+        made += 1
+def spin():
+    while True:
+        pass
+parents = cgroups.Cgroups()
+group = parents.make("x", 32 << 20, 20, 6)
+said = [sorted(parents.folders), sorted({os.path.basename(os.path.dirname(group.path(name))) for name in parents.folders}), parents.notes]
+said.append(os.waitstatus_to_exitcode(os.waitpid(child(eat), 0)[1]))
+said.append(os.waitstatus_to_exitcode(os.waitpid(child(spawn), 0)[1]))
+open(group.path("memory") + "/cgroup.kill", "w").write("1")
+while "populated 1" in cgroups.read(group.path("memory") + "/cgroup.events"):
+    time.sleep(0.01)
+group.remove()
+group = parents.make("y", 32 << 20, 20, 6)
+pid = child(spin)
+while group.count()[2] < 100_000:
+    time.sleep(0.01)
+said.append(group.freeze(True))
+stopped = group.count()[2]
+time.sleep(0.3)
+said += [group.count()[2] == stopped, group.count()[1], group.freeze(False)]
+began, before = time.monotonic(), group.count()[2]
+time.sleep(2.0)
+said.append((group.count()[2] - before) / 1e6 / (time.monotonic() - began) < 0.4)
+os.kill(pid, 9)
+os.waitpid(pid, 0)
+group.remove()
+parents.close()
+said += [os.path.exists(folder) for folder in (*group.folders, *set(parents.folders.values()))]
+print(said[0], [name.startswith("gnomon-") for name in said[1]], *said[2:])
+"""
+
+
+@pytest.mark.slow
+def test_control_groups_where_there_is_nothing_but_version_2() -> None:
+    """Our module of control groups, inside a guest: its kernel has all controllers on the unified hierarchy, as few test machines do."""
+    source = Path(cgroups.__file__)
+
+    async def use(backend: microvm.Backend) -> None:
+        async with await furnished(backend, replace(TINY, limits=Limits(memory_bytes=192 << 20, disk_bytes=16 << 20))) as machine:
+            await machine.upload(source, "/root/cgroups.py")
+            await machine.write("/root/try.py", VERSION_2.encode())
+            python = foreign_python()[: foreign_python().index("-I")]
+            result = await machine.exec(Command(argv=(*python, "-I", "-S", "/root/try.py"), timeout_seconds=600.0))
+            controllers = "['cpu', 'cpuacct', 'freezer', 'memory', 'pids']"
+            assert result.text == f"{controllers} [True] [] -9 5 True True 1 True True False False\n", result
+
+    with_backend(use)
 
 
 OWNER = """
@@ -333,17 +405,44 @@ def _ends(handle: int, seconds: float) -> bool:
         return bool(select.select([handle], [], [], seconds)[0])
 
 
-@pytest.mark.slow
-def test_translation_never_passes_for_strong_isolation(tmp_path: Path) -> None:
-    need_microvm()
-    if os.environ.get(qemu.ACCELERATOR) != "tcg":
-        pytest.skip("KVM works here")
+class Stand:
+    """In place of a machine, for a probe that is not to start one."""
+
+    async def __aenter__(self) -> "Stand":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        pass
+
+    async def list(self, path: str) -> None:
+        pass
+
+    async def pause(self, level: str) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("accelerator", ["tcg", "kvm"])
+def test_translation_never_passes_for_strong_isolation(accelerator: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def ready(self: microvm.Backend) -> tuple[str, str, str, Path, Path]:
+        return accelerator, "7", "6", tmp_path, tmp_path
+
+    async def create(self: microvm.Backend, spec: Spec) -> Stand:
+        return Stand()
 
     async def main() -> None:
-        with pytest.raises(Unsupported, match="its isolation is standard"):
-            await open_backend("microvm", isolation="strong", store=LayerStore(tmp_path))
         backend = await open_backend("microvm", store=LayerStore(tmp_path))
-        assert "TCG" in " ".join((await backend.probe()).notes)
+        found = await backend.probe()
+        assert (found.isolation, "TCG" in " ".join(found.notes)) == (("standard", True) if accelerator == "tcg" else ("strong", False))
         await backend.close()
+        if accelerator == "tcg":
+            with pytest.raises(Unsupported, match="its isolation is standard"):
+                await open_backend("microvm", isolation="strong", store=LayerStore(tmp_path))
+        else:
+            await (await open_backend("microvm", isolation="strong", store=LayerStore(tmp_path))).close()
 
+    monkeypatch.setattr(microvm.Backend, "ready", ready)
+    monkeypatch.setattr(microvm.Backend, "create", create)
     asyncio.run(main())

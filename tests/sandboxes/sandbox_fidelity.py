@@ -8,6 +8,9 @@ import sys
 from gnomon.errors import SandboxError
 from gnomon.sandbox.sandbox import Command, Limits, Spec
 
+PATIENCE_SECONDS = 240.0
+"""Nothing here waits for anything; a translated guest on a busy machine is slow."""
+
 LIMITS = Limits(memory_bytes=256 << 20, disk_bytes=64 << 20)
 MOUNT = "import ctypes; l = ctypes.CDLL(None); raise SystemExit(l.mount(b'none', b'/mnt', b'tmpfs', 0, None) != 0)"
 CONTAINER = "import ctypes; l = ctypes.CDLL(None); raise SystemExit(l.unshare(0x10000000) != 0)"
@@ -55,7 +58,7 @@ async def answers(name: str) -> dict[str, str]:
             for row, argv in ROWS.items():
                 user = "user" if "another user" in row else None
                 try:
-                    result = await box.exec(Command(argv=argv, timeout_seconds=30, user=user))
+                    result = await box.exec(Command(argv=argv, timeout_seconds=PATIENCE_SECONDS, user=user))
                     found[row] = "yes" if result.code == 0 else "no"
                 except SandboxError:  # a refusal by the backend
                     found[row] = "no"

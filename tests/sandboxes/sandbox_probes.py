@@ -21,7 +21,7 @@ from gnomon.sandbox.sandbox import Backend, Command, Limits, Result, Sandbox, Sp
 
 LIMITS = Limits(memory_bytes=256 << 20, disk_bytes=64 << 20, cpus=1.0, processes=64, inodes=4096, open_files=256)
 NAME = sys.argv[1] if len(sys.argv) > 1 else "namespaces"
-PATIENCE_SECONDS = 20 if NAME == "namespaces" else 60
+PATIENCE_SECONDS = {"namespaces": 20, "gvisor": 60}.get(NAME, 240)
 SECRET = "launcher-secret-5e2f"
 MARK = f"9876{os.getpid()}"
 """How long the programs sleep that must not outlive their sandbox: a number that only this process uses."""

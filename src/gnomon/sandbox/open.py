@@ -51,7 +51,7 @@ async def open_backend(
             if isolation == "standard" or verdict.capabilities.isolation == "strong":
                 return backend
             await backend.close()
-            verdict = Verdict(name=each, reason="its isolation is standard: it shares the kernel of this machine")
+            verdict = Verdict(name=each, reason="its isolation is standard, by what it says of itself")
         tried.append(f"{each}: {verdict.reason}")
     what = "no backend works here" if isolation == "standard" else "no backend with strong isolation works here"
     remedy = ("gnomon sandbox probe shows all backends" if isolation == "standard" else

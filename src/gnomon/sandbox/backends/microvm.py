@@ -107,7 +107,7 @@ class Backend(Housing):
         return self._found
 
     def _room(self, spec: Spec) -> tuple[int, int]:
-        return spec.limits.memory_bytes + 4 * KERNEL_BYTES, TASKS + 4 * math.ceil(spec.limits.cpus)
+        return spec.limits.memory_bytes + 5 * KERNEL_BYTES, TASKS + 4 * math.ceil(spec.limits.cpus)
 
     def _machine(self, identifier: str, spec: Spec, folder: Path, key: bytes | None) -> Machine:
         return Machine(identifier, spec, folder, self, key)

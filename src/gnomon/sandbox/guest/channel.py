@@ -163,10 +163,10 @@ class Guest:
             await asyncio.sleep(LOOK_SECONDS)
             if self.open.is_set() and not self.resting and (self.processes or self.replies) and self.lost is None:
                 try:
-                    await self.call({"op": "ping"}, seconds=PATIENCE_SECONDS)
+                    await self.call({"op": "ping"}, seconds=self.patience_seconds)
                 except SandboxTimeout:
                     if self.open.is_set() and not self.resting:
-                        self.end(f"its agent gave no sign of life for {PATIENCE_SECONDS:g} s")
+                        self.end(f"its agent gave no sign of life for {self.patience_seconds:g} s")
                         return
                 except SandboxError:
                     continue
@@ -216,10 +216,11 @@ class Guest:
         payload: bytes = b"",
         *,
         part: Callable[[bytes], None] | None = None,
-        seconds: float = 60.0,
+        seconds: float | None = None,
         gate: bool = True,
     ) -> dict[str, Any]:
         """One request and its answer. Raises `SandboxError` with the agent's reason, `SandboxTimeout` when none comes in time."""
+        seconds = self.patience_seconds if seconds is None else seconds
         key = header["id"] if "id" in header else next(self.keys)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.replies[key] = future

@@ -147,7 +147,7 @@ def arguments(shape: Shape, handles: Sequence[int], folder: Sequence[int], incom
     kernel, archive, *drives = (f"/proc/self/fd/{handle}" for handle in folder)
     quick = shape.accelerator == "tcg"
     words = [
-        "-accel", "tcg,thread=multi,tb-size=64" if quick else "kvm", "-cpu", "max" if quick else "host",
+        "-accel", "tcg,thread=multi,tb-size=256" if quick else "kvm", "-cpu", "max,la57=off" if quick else "host",
         "-M", "q35,usb=off,smm=off,vmport=off", "-m", f"{shape.memory_mib}M", "-smp", str(shape.cpus),
         "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-rtc", "base=utc,clock=host", "-sandbox", CLOSED,
         "-chardev", f"socket,id=monitor,fd={monitor}", "-mon", "chardev=monitor,mode=control",

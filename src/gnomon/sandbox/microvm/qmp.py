@@ -11,6 +11,7 @@ from typing import Any
 from gnomon.errors import SandboxError, SandboxLost, SandboxTimeout
 
 MAX_LINE = 1 << 20
+PATIENCE_SECONDS = 300.0
 
 
 class Monitor:
@@ -22,13 +23,18 @@ class Monitor:
         self.rest = b""
         self.lock = asyncio.Lock()
 
-    async def begin(self, seconds: float = 60.0) -> None:
+    async def begin(self, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for the greeting and agree on nothing special."""
-        async with asyncio.timeout(seconds):
-            await self._line()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._line()
+        except TimeoutError:
+            raise SandboxTimeout(f"sandbox {self.name}: qemu said nothing within {seconds:g} s") from None
+        except OSError as error:
+            raise SandboxLost(f"sandbox {self.name}: qemu has ended ({error.strerror})") from None
         await self.call("qmp_capabilities", seconds=seconds)
 
-    async def call(self, order: str, *, seconds: float = 60.0, handle: int | None = None, **arguments: Any) -> Any:
+    async def call(self, order: str, *, seconds: float = PATIENCE_SECONDS, handle: int | None = None, **arguments: Any) -> Any:
         """Give one order, with a file descriptor if it takes one; its answer. Words are joined by `_` here and by `-` there.
 
         Raises `SandboxError` with qemu's reason, `SandboxTimeout`, or `SandboxLost` if it has ended.
