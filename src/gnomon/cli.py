@@ -130,8 +130,7 @@ def _show(parsed: argparse.Namespace) -> None:
     if path.suffix == ".toml":
         kinds = {"serve": "gnomon.serve.settings", "eval": "gnomon.agent.evaluate_recipe", "lab": "gnomon.posttrain.lab.recipe"}
         kind = "eval" if (path.parent / "eval.json").exists() else path.stem.split("-")[0]
-        others = "gnomon.posttrain.recipe" if posttrain.is_recipe(path) else "gnomon.train.recipe"
-        load = importlib.import_module(kinds.get(kind, others)).load
+        load = importlib.import_module(kinds.get(kind) or posttrain.recipe_of(path) or "gnomon.train.recipe").load
         print(to_toml(load(path, tuple(parsed.overrides)), docs=True), end="")
         return
     if path.suffix == ".json":

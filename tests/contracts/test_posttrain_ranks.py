@@ -16,6 +16,8 @@ from gnomon.errors import ConfigError
 from gnomon.model.config import preset
 from gnomon.model.runs import load_model
 from gnomon.model.transformer import Transformer
+from gnomon.parallel.mesh import Mesh
+from gnomon.posttrain import command
 from gnomon.posttrain.keeping import Shape
 from gnomon.posttrain.recipe import load_distill, load_rl, load_sft
 from gnomon.train import checkpoint, metrics
@@ -106,6 +108,9 @@ def test_ranks_have_the_whole_model(tmp_path: Path) -> None:
             load(tmp_path / f"{verb}.toml", ("mesh.expert=2",))
         with pytest.raises(ConfigError, match=r"'mesh.zero' is 1; in post-training"):
             load(tmp_path / f"{verb}.toml", ("mesh.zero=1",))
+    command._require_alone(Mesh(world=2), agents=None)
+    with pytest.raises(ConfigError, match="'agents' works in a run of one process, and 2 ranks were started"):
+        command._require_alone(Mesh(world=2), agents=1)
 
 
 @pytest.mark.slow
@@ -115,9 +120,9 @@ def test_under_torchrun_and_on_with_one_process(tmp_path: Path, repository: Path
     environment = {**os.environ, "PYTHONPATH": f"{repository}/src:{repository}/tests/contracts", "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for start in (torchrun, []):
-        command = [sys.executable, *start, "-m", "gnomon", "rl", str(tmp_path / "rl.toml"), f"run={tmp_path}/run",
+        typed = [sys.executable, *start, "-m", "gnomon", "rl", str(tmp_path / "rl.toml"), f"run={tmp_path}/run",
                    f"budgets={tmp_path}/budgets.json", "train.pool.share=0.6", "train.keep.every=1", "train.keep.keep=9"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(typed, env=environment, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         rows = metrics.read(tmp_path / "run")
         assert [row["step"] for row in rows] == [1, 2] and rows[1]["carried"] > 0

@@ -153,14 +153,18 @@ def test_the_command(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.Captur
     assert main(["sft", str(recipe), 'data=["nowhere.jsonl"]']) == 2 and "nowhere.jsonl" in capsys.readouterr().err
 
 
-def test_recipes_of_all_three_verbs(repository: Path, tmp_path: Path) -> None:
-    """They resolve; what is missing is named."""
+def test_recipes_of_all_three_verbs(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They resolve, and are shown whatever they are called; what is missing is named."""
     assert load_sft(repository / "recipes" / "sft.toml").expert_weights == "mxfp4"
     path = tmp_path / "x.toml"
     path.write_text('start_from = "a"\nproblems = "my.tasks:Source"\n[train.tau]\ntarget = 1.2\n')
     assert load_rl(path).train.tau.target == 1.2
     path.write_text('start_from = "a"\nproblems = "my:Source"\n[[teachers]]\ndomain = "math"\neffort = "low"\nrun = "b"\n')
     assert load_distill(path).teachers[0].run == Path("b")
+    for kind, known in (("sft", "expert_inputs"), ("lab", "quantised")):
+        again = tmp_path / f"mine-{kind}.toml"
+        again.write_text((repository / "recipes" / f"{kind}.toml").read_text())
+        assert main(["show", str(again)]) == 0 and known in capsys.readouterr().out
     path.write_text('problems = "my:Source"\n')
     with pytest.raises(ConfigError, match="start_from"):
         load_rl(path)

@@ -39,13 +39,17 @@ FILES = ("sft.toml", "rl.toml", "distill.toml")
 """What each verb's recipe is called in the folder of its run."""
 
 
-def is_recipe(path: Path) -> bool:
-    """Whether a file is a recipe of one of the three verbs, by what is in it."""
+def recipe_of(path: Path) -> str | None:
+    """The module that reads a recipe of the three verbs, or of the lab, by what is in it; None for any other."""
     from gnomon.config import read_toml
     from gnomon.model.config import PRESETS
 
     table = read_toml(path, PRESETS)
-    return "start_from" in table and ("problems" in table or "agents" in table or isinstance(table.get("data"), list))
+    if {"cold", "expert", "domains", "student", "seesaw"} & table.keys():
+        return "gnomon.posttrain.lab.recipe"
+    if "start_from" in table and ("problems" in table or "agents" in table or isinstance(table.get("data"), list)):
+        return "gnomon.posttrain.recipe"
+    return None
 
 
 def sft(parsed: argparse.Namespace) -> None:
@@ -79,7 +83,7 @@ def rl(parsed: argparse.Namespace) -> None:
 
     recipe = load_rl(parsed.recipe, tuple(parsed.overrides))
     with _ranks(recipe.mesh) as mesh:
-        _require_alone(recipe, mesh)
+        _require_alone(mesh, remote=recipe.train.sampling.remote, agents=recipe.agents, tournament=recipe.tournament)
         model, folder = starting(recipe.start_from)
         keep_tokenizer(folder, recipe.run, mesh)
         (source, make), say = _problems(recipe), _say(mesh)
@@ -102,6 +106,7 @@ def distill(parsed: argparse.Namespace) -> None:
 
     recipe = load_distill(parsed.recipe, tuple(parsed.overrides))
     with _ranks(recipe.mesh) as mesh:
+        _require_alone(mesh, remote=recipe.train.sampling.remote)
         model, folder = starting(recipe.start_from)
         keep_tokenizer(folder, recipe.run, mesh)
         tokenizer, say = recipe.run / "tokenizer", _say(mesh)
@@ -195,11 +200,10 @@ def _problems(recipe: RLRecipe) -> tuple[ProblemSource, Makes | None]:
     return source_of(recipe.problems), None
 
 
-def _require_alone(recipe: RLRecipe, mesh: Mesh) -> None:
-    """Raises `ConfigError` for several ranks where a recipe names servers or a judge: what these say was tried with one process only."""
+def _require_alone(mesh: Mesh, **named: Any) -> None:
+    """Raises `ConfigError` for several ranks where a recipe names servers: these have the weights of one process, and one judge."""
     from gnomon.errors import ConfigError
 
-    named = {"train.sampling.remote": recipe.train.sampling.remote, "agents": recipe.agents, "tournament": recipe.tournament}
     for name, there in named.items():
         if there is not None and mesh.world > 1:
             raise ConfigError(f"'{name}' works in a run of one process, and {mesh.world} ranks were started; start it without torchrun")
