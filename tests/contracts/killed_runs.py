@@ -1,4 +1,4 @@
-"""A program that kills runs of post-training at known points and starts them again. Run as `killed_runs.py FOLDER`.
+"""A program that kills runs of post-training at known points and starts them again. Run as `killed_runs.py PHASE FOLDER`.
 
 FOLDER/PHASE/whole is a run that nobody killed, FOLDER/PHASE/POINT one that was, and was started again. Prints, as JSON, how each first life
 ended. One process imports everything and forks; it computes nothing itself.
@@ -119,23 +119,23 @@ def teach(folder: Path) -> None:
     checkpoint.save(folder, 1, {}, {"model": checkpoint.model_tensors(model)}, 1)
 
 
-def main(root: Path) -> None:
-    """All phases and points."""
+def main(phase: str, root: Path) -> None:
+    """All points of a phase."""
     teacher, found = root / "teacher", {}
-    assert life(lambda: teach(teacher)) == 0
-    for phase, points in POINTS.items():
-        assert life(lambda: run(phase, root / phase / "whole", teacher)) == 0  # noqa: B023
-        for point in points:
-            folder = root / phase / point
+    if phase == "distill":
+        assert life(lambda: teach(teacher)) == 0
+    assert life(lambda: run(phase, root / phase / "whole", teacher)) == 0
+    for point in POINTS[phase]:
+        folder = root / phase / point
 
-            def killed() -> None:
-                die_at(point, phase)  # noqa: B023
-                run(phase, folder, teacher)  # noqa: B023
+        def killed() -> None:
+            die_at(point, phase)  # noqa: B023
+            run(phase, folder, teacher)  # noqa: B023
 
-            found[f"{phase}/{point}"] = {"ended": life(killed), "left": sorted(p.name for p in (folder / "checkpoints").iterdir()),
-                                         "again": life(lambda: run(phase, folder, teacher))}  # noqa: B023
+        found[point] = {"ended": life(killed), "left": sorted(p.name for p in (folder / "checkpoints").iterdir()),
+                        "again": life(lambda: run(phase, folder, teacher))}  # noqa: B023
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -115,6 +115,18 @@ def updated(work: Callable[[Learner], dict[str, Any]], name: str, mesh: Mesh) ->
     return found
 
 
+def pooled(mesh: Mesh) -> dict[str, Any]:
+    """What a rank knows of the ids that all have sampled: of whole groups, and of a pool that stops when half of it has finished."""
+    found: dict[str, Any] = {}
+    for name, share in (("whole", 1.0), ("part", 0.5)):
+        pool, sampler = Pool(Source(), PoolConfig(prompts=5, group_size=3, share=share), 3, mesh), Sampler(network(), cache_tokens=4096)
+        with Grading() as grading:
+            made = [pool.iterate(sampler, grading) for _ in range(2)]
+        ids = [[r.token_ids for r in group.rollouts] for each in made for group in each.groups]
+        found[name] = {"ids": ids, "carried": made[1].carried, "state": pool.state(), "tokens": [each.sampled_tokens for each in made]}
+    return found
+
+
 def verbs(mesh: Mesh) -> dict[str, Any]:
     """`gnomon sft`, `rl` and `distill`, as people start them."""
     sys.path.insert(0, str(Path(__file__).parent))
@@ -130,6 +142,7 @@ def cases(ranks: int) -> Iterable[Case]:
             "topk": partial(distilled, mode="topk"), "sft": tuned, "one": nothing_for_some}
         for name, work in every.items():
             yield name, partial(updated, work, name, mesh)
+        yield "pool", partial(pooled, mesh)
         yield "verbs", partial(verbs, mesh)
 
 

@@ -213,7 +213,7 @@ def test_a_grader_is_not_blamed_for_a_process_that_stood_still(monkeypatch: pyte
 
 def test_an_engine_that_dies_loses_the_iteration_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that says so, worlds closed, and the same metrics in the end."""
-    whole = rl.train(start(Source(world="well")), config(), tmp_path / "whole")
+    whole, short = rl.train(start(Source(world="well")), config(steps=2), tmp_path / "whole"), config(steps=2)
     World.open, begun = 0, Sampler.load
 
     def load(self: Sampler, model: Transformer, version: int) -> None:
@@ -231,15 +231,15 @@ def test_an_engine_that_dies_loses_the_iteration_only(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(Sampler, "load", load)
         with pytest.raises(TrainingError, match=r"engine failed while it sampled with the weights of step 1 .*fell off the bus.* goes on"):
-            rl.train(start(Source(world="well")), config(), tmp_path / "run")
+            rl.train(start(Source(world="well")), short, tmp_path / "run")
     assert World.open == 0 and [row["step"] for row in metrics.read(tmp_path / "run")] == [1]
-    assert told(rl.train(start(Source(world="well")), config(), tmp_path / "run")) == told(whole)[1:]
+    assert told(rl.train(start(Source(world="well")), short, tmp_path / "run")) == told(whole)[1:]
 
 
-@pytest.mark.parametrize("stay", [(), (2,)])
+@pytest.mark.parametrize("stay", [(), pytest.param((2,), marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_the_checkpoint_before(stay: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names it, and the same metrics once there is room, also where weights are copied to stay."""
-    kept = config(keep=KeepConfig(every=1, keep=9, stay=stay))
+    kept = config(steps=2, keep=KeepConfig(every=1, keep=9, stay=stay))
     whole = rl.train(start(), kept, tmp_path / "whole")
     write, written = checkpoint._write_tensors, [0]
 
@@ -276,23 +276,19 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     assert rl.train(start(**same), others, tmp_path / "run") == []
 
 
-@pytest.fixture(scope="module")
-def lives(on_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Runs that were killed and started again: their folder, and how each life ended."""
-    folder = tmp_path_factory.mktemp("lives")
-    return folder, on_ranks("killed_runs.py", str(folder))[0]
-
-
-@pytest.mark.parametrize("where", ["sft/update", "sft/checkpoint", "rl/sampling", "rl/update", "rl/checkpoint", "distill/sampling",
-                                   "distill/update", "distill/checkpoint"])
-def test_kill_9(where: str, lives: tuple[Path, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("phase", ["rl", pytest.param("sft", marks=pytest.mark.slow), pytest.param("distill", marks=pytest.mark.slow)])
+def test_kill_9(phase: str, on_ranks: Any, tmp_path: Path) -> None:
     """Whatever the run was doing, the same command again ends with the metrics and the weights of a run that nobody killed."""
-    folder, found = lives
-    whole, again = folder / where.partition("/")[0] / "whole", folder / where
-    assert found[where]["ended"] == -signal.SIGKILL and found[where]["again"] == 0
-    left = [name for name in found[where]["left"] if not name.endswith(".partial")]
-    assert left == ["step-000002"] and (len(found[where]["left"]) == 2) == where.endswith("/checkpoint")
-    assert told(metrics.read(again)) == told(metrics.read(whole)) and len(metrics.read(whole)) == 4
-    one, other = (checkpoint.load(path) for path in map(checkpoint.latest, (whole, again)) if path is not None)
-    assert all(torch.equal(one.tensors[group][name], other.tensors[group][name]) for group in one.tensors for name in one.tensors[group])
-    assert one.state["memory"] == other.state["memory"]
+    (found,) = on_ranks("killed_runs.py", phase, str(tmp_path))
+    whole = tmp_path / phase / "whole"
+    assert len(metrics.read(whole)) == 4 and len(found) == (2 if phase == "sft" else 3)
+    for point, lives in found.items():
+        again = tmp_path / phase / point
+        assert lives["ended"] == -signal.SIGKILL and lives["again"] == 0
+        left = [name for name in lives["left"] if not name.endswith(".partial")]
+        assert left == ["step-000002"] and (len(lives["left"]) == 2) == (point == "checkpoint")
+        assert told(metrics.read(again)) == told(metrics.read(whole))
+        one, other = (checkpoint.load(path) for path in map(checkpoint.latest, (whole, again)) if path is not None)
+        for group, named in one.tensors.items():
+            assert all(torch.equal(tensor, other.tensors[group][name]) for name, tensor in named.items())
+        assert one.state["memory"] == other.state["memory"]
