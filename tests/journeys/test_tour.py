@@ -16,6 +16,10 @@ TINY_LAB = ("tasks=long_answers:Tasks", "workers=0", "model.hidden_size=32", "mo
             "student.steps=1", "student.pool.prompts=6", "evaluate.problems=10", "seesaw.average=false")
 """The slice of the lab in a moment, on tasks that need no skill."""
 
+PICTURE = ("stages=[{context=128, steps=2}]", "batch_tokens=512", "evaluate.pictures=2", "evaluate.tokens=512", "evaluate.contexts=[128]",
+           "checkpoint.every_steps=1")
+"""Two steps of learning to see: enough to say something, not to be right."""
+
 SHORT = ("stages=[{context=64, steps=6}, {context=128, steps=2}]", "batch_tokens=512", "model.vocab_size=512", "model.hidden_size=64",
          "evaluate.contexts=[128, 512]", "evaluate.tokens=4096", "data.held_out=0.1", "checkpoint.every_steps=4")
 
@@ -34,10 +38,10 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
                                 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     out = tmp_path / "out"
-    figures = tour.run(data=[texts], out=out, overrides=SHORT, lab=TINY_LAB)
+    figures = tour.run(data=[texts], out=out, overrides=SHORT, lab=TINY_LAB, picture=PICTURE)
     shown = capsys.readouterr().out
     for title in ("Tokenizer and pre-training", "Longer than it was trained", "Prediction is compression", "What it writes", "Served",
-                  "Out into the world", "a million times larger", "An isolated machine, forked",
+                  "Pictures described", "Out into the world", "a million times larger", "An isolated machine, forked",
                   "An agent acts, a verifier decides", "three experts, one student"):
         assert title in shown
 
@@ -45,6 +49,11 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
     assert figures["export_difference"] == 0.0
     cached = [row[2] for row in figures["served"]]
     assert figures["cached_equals_uncached"] and cached[0] == cached[-1] == 0 and min(cached[1:-1]) > 0
+    seen = figures["pictures"]
+    assert len(seen["answers"]) == len(seen["shown"]) == 2 and 0 <= seen["right"] <= 1
+    assert all(answer.startswith(("A ", "An ")) for answer in seen["shown"])
+    assert shown.count("▀") == 2 * 28 * 14
+    assert sum(answer == wanted for answer, wanted in zip(seen["answers"], seen["shown"], strict=True)) == 2 - shown.count("wrong:")
     assert 0 < figures["xz_bits_per_byte"] < 8
     assert 0 < figures["bits_per_byte"] < 8
     pieces = figures["held_out_in_pieces"]
@@ -63,9 +72,10 @@ def test_every_step_on_own_text(texts: Path, tmp_path: Path, capsys: pytest.Capt
     assert sorted(figures["lab"]) == ["walks/high", "walks/low", "walks/max"]
     assert (out / "lab" / "report.html").is_file()
 
-    again = tour.run(data=[texts], out=out, overrides=SHORT, lab=TINY_LAB)
+    again = tour.run(data=[texts], out=out, overrides=SHORT, lab=TINY_LAB, picture=PICTURE)
     assert again["loss_last"] == figures["loss_last"]
     assert again["bits_per_byte"] == figures["bits_per_byte"]
+    assert again["pictures"] == seen
 
 
 @pytest.mark.parametrize(("override", "message"), [("run=elsewhere", "use --out FOLDER"), ("data.held_out=0", r"'data\.held_out' is 0")])

@@ -1,4 +1,4 @@
-"""Asking, going on, trying again, forking: a small conversation with the engine that shows what the prefix cache saves. For the tour.
+"""Two small demonstrations for the tour: a conversation that shows what the prefix cache saves, and a picture that a model describes.
 
 Read next: `engine.py`, `prefix.py`; `gnomon serve RUN` puts an API before the same engine.
 """
@@ -8,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from PIL import Image as Picture
+from rich.text import Text as Coloured
+
 from gnomon.data.chat import ChatFormat, chat_format
-from gnomon.data.messages import Conversation, Message, Text
+from gnomon.data.drawing import png
+from gnomon.data.messages import Conversation, Image, Message, Text
+from gnomon.data.picture_tasks import Shown, stills
 from gnomon.data.tokenizer import Tokenizer
+from gnomon.model.multimodal import PAD, Eye
 from gnomon.serve.cache_settings import CacheSettings
 from gnomon.serve.engine import Engine
 from gnomon.serve.prefix import PrefixCache
-from gnomon.serve.request import Finished, Request, Sampled, Sampling
+from gnomon.serve.request import Finished, Request, Sampled, Sampling, Usage
 from gnomon.serve.runner import Runner
+from gnomon.serve.seeing import Sight
+from gnomon.serve.settings import SightSettings
 
 ANSWER_TOKENS = 48
 
@@ -51,6 +60,37 @@ def converse(runner: Runner, tokenizer: Tokenizer, document: str, memory_bytes: 
     ]
 
 
+def describe(runner: Runner, eye: Eye, tokenizer: Tokenizer, tasks: Sequence[Shown]) -> list[str]:
+    """What a model says to pictures and questions, the likeliest token at every place, as `gnomon chat --image` would."""
+    chat, engine = chat_format(tokenizer), Engine(runner, None, None, tokenizer)
+    sight = Sight(eye, tokenizer.special_ids[PAD], SightSettings())
+    said = []
+    try:
+        for task in tasks:
+            content = [Text(text=part) if isinstance(part, str) else Image(data=png(part), media_type="image/png")
+                       for part in (*stills(task.parts), task.question)]
+            user = Message(role="user", content=tuple(content))
+            prompt, boundaries, seen = sight.place(chat.encode(Conversation(messages=(user,), thinking=False), images=True))
+            request = Request(id="picture", prompt=prompt, boundaries=boundaries, images=seen, cache=False,
+                              sampling=Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0))
+            closes = {tokenizer.eos_id, *chat.answer_closes}
+            said.append(tokenizer.decode([token for token in _answer(engine, request)[0] if token not in closes]))
+    finally:
+        sight.close()
+    return said
+
+
+def in_blocks(picture: Picture.Image) -> Coloured:
+    """A picture for a terminal: one column a pixel, two pixels in each character, the upper as its colour, the lower as its ground."""
+    pixels = np.asarray(picture.convert("RGB"))
+    text = Coloured()
+    for upper, lower in zip(pixels[::2], pixels[1::2], strict=False):
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", "rgb({},{},{}) on rgb({},{},{})".format(*above, *below))
+        text.append("\n")
+    return text
+
+
 def _said(role: str, text: str) -> Message:
     return Message(role=role, content=(Text(text=text),))  # type: ignore[arg-type]
 
@@ -58,13 +98,19 @@ def _said(role: str, text: str) -> Message:
 def _ask(engine: Engine, chat: ChatFormat, what: str, messages: Sequence[Message], *, seed: int, cache: bool = True) -> Asked:
     encoded = chat.encode(Conversation(messages=tuple(messages), thinking=False))
     sampling = Sampling(max_tokens=ANSWER_TOKENS, temperature=0.8, seed=seed)
-    engine.submit(Request(id=what, prompt=encoded.tokens, boundaries=encoded.boundaries, sampling=sampling, cache=cache))
+    request = Request(id=what, prompt=encoded.tokens, boundaries=encoded.boundaries, sampling=sampling, cache=cache)
+    answer, usage = _answer(engine, request)
+    return Asked(what=what, prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, note=usage.cache_note,
+                 first_token_seconds=usage.first_token_seconds or 0.0, answer=answer)
+
+
+def _answer(engine: Engine, request: Request) -> tuple[tuple[int, ...], Usage]:
+    """The tokens that answer a request, and what it took."""
+    engine.submit(request)
     answer: list[int] = []
     while True:
         for _, event in engine.step():
             if isinstance(event, Sampled):
                 answer.append(event.id)
             elif isinstance(event, Finished):
-                usage = event.usage
-                return Asked(what=what, prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, note=usage.cache_note,
-                             first_token_seconds=usage.first_token_seconds or 0.0, answer=tuple(answer))
+                return tuple(answer), event.usage
