@@ -90,7 +90,7 @@ class RLConfig:
     replay: Literal["experts"] | None = setting(None, "experts: every update of an iteration uses the experts that its first weights chose")
     largest_gap: float = setting(1e-3, "alarm when trainer and sampler differ by more than this log-probability on average")
     keep: KeepConfig = setting(KeepConfig(), "checkpoints")
-    collect: CollectConfig = setting(CollectConfig(), "rollouts that are kept for a further fine-tuning")
+    collect: CollectConfig | None = setting(None, "rollouts that are kept for a further fine-tuning")
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.updates < 1:
@@ -158,7 +158,7 @@ def train(start: Start, config: RLConfig, folder: Path) -> list[dict[str, Any]]:
             tau = config.tau.at(step, config.steps)
             row = {"step": step + 1, "tau": None if math.isinf(tau) else tau, **learn(made, iteration, start, config, step)}
             row |= held_out(kept_out, start.budgets, config.tau_at(step)) | watch.look(row, start.say)
-            if made.mesh.is_main:
+            if config.collect is not None and made.mesh.is_main:
                 collect(iteration.groups, config.collect, folder, step + 1, config.steps)
             row |= {"sampling_seconds": sampled, "seconds": time.perf_counter() - began}
             kept.note(metrics, row)
