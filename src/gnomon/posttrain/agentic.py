@@ -145,6 +145,7 @@ class AgentSampler:
         self._backend = backend
         self._running: dict[tuple[int, int, int], Future[Rollout]] = {}
         self._policies: set[_Served] = set()
+        self._begun: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="agents")
         self._thread.start()
@@ -194,8 +195,6 @@ class AgentSampler:
         """End what still runs, with its machines."""
         if self._loop.is_closed():
             return
-        for future in self._running.values():
-            future.cancel()
         self._running.clear()
         self._call(self._end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -214,10 +213,8 @@ class AgentSampler:
                 await source.prepare(self._backend, LayerStore())
 
     async def _end(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _ended(set(self._begun))  # these end what they began themselves; a connection that is being made must not be cut from outside
+        await _ended({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
         if self._backend is not None:
             await self._backend.close()
 
@@ -226,6 +223,9 @@ class AgentSampler:
         config, index = self.source.config, int(rollout.problem.id.partition("/")[0])
         limits = config.deadlines
         task, spec = within(self.source.task(index), config.budget), self.source.harness(index)
+        if (own := asyncio.current_task()) is not None:
+            self._begun.add(own)
+            own.add_done_callback(self._begun.discard)
         async with self._room:
             served = _Served(self._policy(rollout.group), rollout.seed)
             self._policies.add(served)
@@ -267,6 +267,13 @@ class _Served:
     async def close(self, session: str) -> None:
         """Forget a session."""
         await self.policy.close(session)
+
+
+async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, once each, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _key(rollout: Rollout) -> tuple[int, int, int]:
