@@ -130,9 +130,13 @@ _joined = count()
 
 
 def _store(patience: timedelta) -> dist.Store:
-    """Where ranks find each other, with keys of its own for each time that this process joins."""
+    """Where ranks find each other, with keys of its own for each time that torchrun starts them and that this process joins.
+
+    torchrun may keep one store over all restarts, in which the addresses of ranks that are gone still stand.
+    """
     store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-    return dist.PrefixStore(f"gnomon {next(_joined)}", store)
+    restart, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("WORLD_SIZE", "1")
+    return dist.PrefixStore(f"gnomon {restart} {world} {next(_joined)}", store)
 
 
 def _groups(axes: Axes, world: int, patience: timedelta) -> dict[frozenset[str], dist.ProcessGroup]:

@@ -152,12 +152,12 @@ class Spread:
         return COPIES if name in self.cut else TOKENS
 
     def _joined(self, own: Tensor) -> Tensor:
-        """A piece of the experts with those of the other expert ranks; the ranks beside the first rank take part."""
+        """A piece of the experts with those of the other expert ranks, on the first of them in each stage; further copies are left out."""
         mesh = self.mesh
         if mesh.index(*COPIES) != 0:
             return own
-        parts = [torch.empty_like(own) for _ in range(mesh.size("expert"))] if mesh.is_main else None
-        dist.gather(own.contiguous(), parts, dst=0, group=mesh.group("expert"))
+        parts = [torch.empty_like(own) for _ in range(mesh.size("expert"))] if mesh.index("expert") == 0 else None
+        dist.gather(own.contiguous(), parts, group=mesh.group("expert"), group_dst=0)
         return own if parts is None else torch.cat(parts)
 
 
