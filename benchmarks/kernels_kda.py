@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import RESULTS, repeat, save, spread
+from machine import repeat, save, spread
 from torch import Tensor
 
 from gnomon.kernels import native
@@ -186,7 +186,7 @@ def measure(part: str, runs: int, candidates: dict[str, Form]) -> Any:
 
 
 def main() -> None:
-    """Compare, then measure; parts that are not asked for keep what an earlier run found."""
+    """Compare, then measure; parts that are not asked for keep what an earlier run on this machine found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure, all by default")
     parser.add_argument("--runs", type=int, default=5)
@@ -200,16 +200,13 @@ def main() -> None:
     distances = {name: check(form) for name, form in candidates.items()}
     if worst := {name: d for name, d in distances.items() if not d < TOLERANCE}:
         raise SystemExit(f"these forms do not compute KDA: {worst}")
-    kept = RESULTS / "kernels_kda.json"
-    before = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
-    result = {part: before[part] for part in PARTS if part in before}
     instructions = None if native.unavailable() else native.instruction_set()
     for part in arguments.parts:
-        result[part] = measure(part, arguments.runs, candidates)
-        print(part, json.dumps(result[part], indent=1))
+        found = measure(part, arguments.runs, candidates)
+        print(part, json.dumps(found, indent=1))
         shape = f"B=1, T={TIME}, H={HEADS}, K=V={WIDTH}, fp32"
         facts = {"threads": torch.get_num_threads(), "instructions": instructions, "distance": distances, "shape": shape}
-        save("kernels_kda", {**facts, **result})
+        save("kernels_kda", {**facts, part: found}, keep=True)
 
 
 if __name__ == "__main__":

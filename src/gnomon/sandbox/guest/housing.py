@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ STATES = {
 }  # fmt: skip
 
 
-class Housing:
+class Housing(ABC):
     """The part of a backend that makes machines and lets them go; see `gnomon.sandbox.sandbox.Backend`."""
 
     name = ""
@@ -64,24 +65,24 @@ class Housing:
         self._groups = self._groups or Cgroups()
         return self._groups
 
+    @abstractmethod
     def _machine(self, identifier: str, spec: Spec, folder: Path, key: bytes | None) -> Machine:
         """A machine of this backend's, not started."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _furnish(self, machine: Machine, image: Image, parent: Machine | None) -> None:
         """Lay out in its folder what a machine starts from: what its parent has, else the image. Raises `Unsupported`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _made_with(self) -> dict[str, str]:
         """What a checkpoint depends on."""
-        raise NotImplementedError
 
-    def _check(self, name: str, known: dict[str, Any]) -> None:
+    def _check(self, name: str, known: dict[str, Any]) -> None:  # noqa: B027  # most have nothing to check
         """Raise `SandboxError` for a checkpoint that cannot go on here; none is known of a machine that starts afresh."""
 
+    @abstractmethod
     def _room(self, spec: Spec) -> tuple[int, int]:
         """Bytes of memory and number of tasks that a control group allows, with what the kernel in it needs."""
-        raise NotImplementedError
 
     def group(self, machine: Machine) -> Group | None:
         """A control group with the machine's limits and room for the kernel in it, for its next instance."""

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ class Home(Protocol):
         ...
 
 
-class Machine:
+class Machine(ABC):
     """A sandbox with a kernel of its own; see `gnomon.sandbox.sandbox.Sandbox`. What runs the kernel is said by `_launch` and its like."""
 
     def __init__(self, identifier: str, spec: Spec, folder: Path, home: Home, key: bytes | None = None) -> None:
@@ -96,21 +97,21 @@ class Machine:
         """The agent learns who the machine is from now on, and what its kernel cannot know."""
         await self.guest.go(instance=secrets.token_hex(16), **self._told(), **identity)
 
+    @abstractmethod
     async def _launch(self, image: Path | None) -> tuple[int, int]:
         """Start an instance, from a checkpoint if `image` is one; the ends of the channel to its agent, to read from and to write to."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _halt(self) -> None:
         """Let nothing of it run; memory stays."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _continue(self) -> None:
         """The opposite of `_halt`."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _save(self, image: Path) -> None:
         """Write all of it into a folder; it stands still, or is gone, from then on. After an error it runs."""
-        raise NotImplementedError
 
     def _told(self) -> dict[str, object]:
         """What its kernel cannot know after a start from a checkpoint."""
