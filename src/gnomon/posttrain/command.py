@@ -10,6 +10,7 @@ import argparse
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from gnomon.posttrain.effort import Budgets
     from gnomon.posttrain.keeping import Setup
     from gnomon.posttrain.opening import Makes
-    from gnomon.posttrain.policy import AnySampler
     from gnomon.posttrain.problem import ProblemSource
     from gnomon.posttrain.recipe import RLRecipe
     from gnomon.posttrain.rl import Start
@@ -92,7 +92,7 @@ def rl(parsed: argparse.Namespace) -> None:
         start = Start(model=cold, source=source, seed=recipe.seed, say=say, setup=setup, sampler=make)
         if recipe.gate and mesh.agree(latest(recipe.run) is None):
             _ask(recipe, start)
-        start = replace(start, model=model, budgets=_budgets(recipe, start), tournament=_tournament(recipe, cold, source))
+        start = replace(start, model=model, budgets=_budgets(recipe, start), tournament=_tournament(recipe, start))
         for row in train(start, recipe.train, recipe.run)[-1:]:
             say(f"{recipe.run}: accuracy {row['accuracy']:.2f}, within budget {row['score']:.2f}, T {row['spent']:.1f}")
 
@@ -209,25 +209,14 @@ def _require_alone(mesh: Mesh, **named: Any) -> None:
             raise ConfigError(f"'{name}' works in a run of one process, and {mesh.world} ranks were started; start it without torchrun")
 
 
-def _sampler(recipe: RLRecipe, cold: Transformer, mesh: Mesh | None = None) -> AnySampler:
-    """A sampler of the cold start."""
-    from gnomon.parallel.mesh import Mesh
-
-    make = _problems(recipe)[1] or recipe.train.sampling.sampler
-    return make(cold, 0, recipe.run, mesh or Mesh())
-
-
-def _tournament(recipe: RLRecipe, cold: Transformer, source: ProblemSource) -> Tournament | None:
+def _tournament(recipe: RLRecipe, cold: Start) -> Tournament | None:
     """The tournament of a recipe, or None where it is off."""
     if recipe.tournament is None:
         return None
     from gnomon.posttrain import opening
 
-    def measured() -> list[Rollout]:
-        with closing(_sampler(recipe, cold)) as sampler:
-            return list(sampler.sample(_fresh(recipe, source, recipe.budget_rollouts, 10)).finished)
-
-    return opening.tournament(recipe.tournament, recipe.run, cold, measured)
+    measured = partial(_sampled, recipe, cold, recipe.budget_rollouts, 10, graded=False)
+    return opening.tournament(recipe.tournament, recipe.run, cold.model, measured)
 
 
 def _ask(recipe: RLRecipe, cold: Start) -> None:
@@ -252,7 +241,7 @@ def _sampled(recipe: RLRecipe, cold: Start, count: int, purpose: int, *, graded:
     sampling, mesh = recipe.train.sampling, cold.setup.mesh
     fresh = _fresh(recipe, cold.source, count, purpose)
     own = fresh[mesh.rank :: mesh.world]
-    with closing(_sampler(recipe, cold.model, mesh)) as sampler:
+    with closing((cold.sampler or sampling.sampler)(cold.model, 0, recipe.run, mesh)) as sampler:
         found = sampling.graded(sampler, own) if graded else sampler.sample(own).finished
     return sorted(exchanged(mesh, found, {each.group: each.problem for each in fresh}), key=lambda each: each.group)
 
@@ -280,7 +269,6 @@ def _budgets(recipe: RLRecipe, cold: Start) -> Budgets | None:
         return known
     found = effort.measure(_sampled(recipe, cold, recipe.budget_rollouts, 9, graded=False), name)
     if cold.setup.mesh.is_main:
-        recipe.budgets.parent.mkdir(parents=True, exist_ok=True)
         found.save(recipe.budgets)
     shown = ", ".join(f"{domain}/{kind} {tokens:.1f}" for (domain, kind), tokens in sorted(found.tokens.items()))
     cold.say(f"b0 measured on {where}: {shown}")

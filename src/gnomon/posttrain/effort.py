@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
+from gnomon import whole
 from gnomon.config import setting
 from gnomon.errors import ConfigError, DataError
 from gnomon.posttrain.rollout import Rollout
@@ -93,9 +95,10 @@ class Budgets:
         return math.isfinite(tau) and rollout.spent > tau * self.of(rollout)
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """As JSON, in a folder that is made if need be."""
         rows = [{"domain": d, "kind": k, "tokens": value} for (d, k), value in sorted(self.tokens.items())]
-        path.write_text(json.dumps({"measured_on": self.measured_on, "budgets": rows}, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole.write(path, json.dumps({"measured_on": self.measured_on, "budgets": rows}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -108,12 +111,12 @@ class Budgets:
             raise DataError(f"{path}: no table of budgets ({error})") from None
 
 
-def measure(rollouts: Sequence[Rollout], measured_on: str = "") -> Budgets:
-    """b0 of each class: the mean of T over the cold-start model's rollouts."""
-    spent: dict[tuple[str, str], list[int]] = defaultdict(list)
+def measure(rollouts: Sequence[Rollout], measured_on: str = "", size: Callable[[Rollout], int] = attrgetter("spent")) -> Budgets:
+    """b0 of each class: the mean of T, or of another size, over the cold-start model's rollouts."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for each in rollouts:
-        spent[each.problem.domain, each.problem.kind].append(each.spent)
-    return Budgets(tokens={key: sum(values) / len(values) for key, values in spent.items()}, measured_on=measured_on)
+        found[each.problem.domain, each.problem.kind].append(size(each))
+    return Budgets(tokens={key: sum(values) / len(values) for key, values in found.items()}, measured_on=measured_on)
 
 
 def reward(rollout: Rollout, budgets: Budgets | None, tau: float) -> float:

@@ -5,7 +5,7 @@ Read next: `agentic.py`, `tournament.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gnomon.data.chat import chat_format
@@ -38,7 +38,7 @@ def agents(config: AgentsConfig, sampling: SamplingConfig, run: Path) -> tuple[A
     return source, make
 
 
-def tournament(config: TournamentConfig, run: Path, cold: Transformer, measured: Callable[[], list[Rollout]]) -> Tournament:
+def tournament(config: TournamentConfig, run: Path, cold: Transformer, measured: Callable[[], Sequence[Rollout]]) -> Tournament:
     """The tournament of a run. l0 comes from its file, or from what `measured` gives, rollouts of the cold start.
 
     Raises `ConfigError` for a file that belongs to other weights, or a run without tokenizer.
@@ -48,13 +48,12 @@ def tournament(config: TournamentConfig, run: Path, cold: Transformer, measured:
     return Tournament(config, Tokenizer.load(run / "tokenizer"), _l0(config.lengths, cold, measured))
 
 
-def _l0(path: Path | None, cold: Transformer, measured: Callable[[], list[Rollout]]) -> Budgets | None:
+def _l0(path: Path | None, cold: Transformer, measured: Callable[[], Sequence[Rollout]]) -> Budgets | None:
     if path is None:
         return None
     name = fingerprint(cold)
     if not path.exists():
         found = lengths(measured(), name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
         return found
     known = Budgets.load(path)

@@ -9,7 +9,6 @@ rewards, since the others' shares rest on it. Off unless a recipe has the table.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -22,7 +21,7 @@ from gnomon.agent.rubric_judge import compare
 from gnomon.agent.trajectory import Score
 from gnomon.config import setting
 from gnomon.errors import ConfigError, GnomonError
-from gnomon.posttrain.effort import Budgets
+from gnomon.posttrain.effort import Budgets, measure
 from gnomon.posttrain.partial import Group
 from gnomon.posttrain.rollout import Rollout
 
@@ -56,10 +55,7 @@ def answer(rollout: Rollout) -> tuple[int, ...]:
 
 def lengths(rollouts: Sequence[Rollout], measured_on: str = "") -> Budgets:
     """l0 of each class of problems: the mean length of the cold start's answers."""
-    found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for each in rollouts:
-        found[each.problem.domain, each.problem.kind].append(len(answer(each)))
-    return Budgets(tokens={key: sum(values) / len(values) for key, values in found.items()}, measured_on=measured_on)
+    return measure(rollouts, measured_on, lambda each: len(answer(each)))
 
 
 class Tournament:
