@@ -10,7 +10,7 @@ gigabytes are those of the cached rows. Packing kv_b, which an engine does once,
 from typing import Any
 
 import torch
-from machine import repeat, save
+from machine import described, repeat, save
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -83,4 +83,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

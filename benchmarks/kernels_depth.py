@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from machine import repeat, save
+from machine import described, repeat, save
 from torch.nn.functional import cross_entropy
 
 from gnomon.kernels import depth, native
@@ -118,4 +118,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 from kernels_experts import reader
-from machine import save
+from machine import described, save
 
 from gnomon.kernels import mxfp, native
 from gnomon.kernels.packed.matrix import PackedMatrix
@@ -81,4 +81,5 @@ def main(runs: int = 5) -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature below does; the Python side refuses another number. */
-#define GNOMON_ABI 6
+#define GNOMON_ABI 7
 GNOMON_API int32_t gnomon_abi(void);
 
 /* Which instruction set the kernels run with here: "x86-64-v4 with AVX512-BF16", "x86-64-v4", "x86-64-v3" or "portable". */

@@ -155,9 +155,19 @@ void mix_mla(Sublayer& s, const Layer& layer, Arena scratch) {
     s.add(w.out, work.mixed);
 }
 
+/* Which experts the rows of the pass go to, where the caller wants to know. */
+void note_chosen(const Sublayer& s, const Layer& layer, const int32_t* ids) {
+    const Pass& pass = s.pass;
+    const int64_t k = s.model.experts_per_token, stride = s.model.routed_layers * k;
+    for (int64_t i = 0; i < pass.sequences; ++i)
+        for (int64_t row = pass.bounds[i]; row < pass.bounds[i + 1]; ++row)
+            std::copy_n(ids + row * k, k, pass.chosen + (pass.origin[i] + row - pass.bounds[i]) * stride + layer.routed * k);
+}
+
 /* Dense, or experts beside shared ones: router and shared experts read the full width, routed experts the latent. */
-void feed_forward(Sublayer& s, const FeedForward& w, Arena scratch) {
+void feed_forward(Sublayer& s, const Layer& layer, Arena scratch) {
     const Model& m = s.model;
+    const FeedForward& w = layer.feed;
     const int64_t rows = s.pass.rows, k = m.experts_per_token;
     const FeedWork work(m, w, rows, scratch);
     Fan fan;
@@ -169,6 +179,7 @@ void feed_forward(Sublayer& s, const FeedForward& w, Arena scratch) {
     if (w.routed.count) {
         const Choice choice = {w.routed.count, k, m.groups, m.kept_groups, m.renormalise != 0, m.routed_scale};
         route(s.pool, choice, work.logits, rows, w.bias, work.ids, work.weights);
+        if (s.pass.chosen) note_chosen(s, layer, work.ids);
         const float* z = w.to_latent.out ? work.latent : s.x;
         experts(s.pool, w.routed, z, work.ids, work.weights, rows, k, work.mixed, m.mxfp8 != 0);
         if (w.norm) normalise(s.pool, work.mixed, w.norm, rows, w.to_latent.out, w.to_latent.out, m.eps);
@@ -232,7 +243,7 @@ void layer_forward(Pool& pool, const Model& model, const Layer& layer, const Poo
 
     read_stream(pool, model, layer.feed_query, layer.feed_norm, stream, 0, pass.rows, x);
     bank(stream, layer.commits & BEFORE_FEED_FORWARD);
-    feed_forward(sublayer, layer.feed, memory);
+    feed_forward(sublayer, layer, memory);
 }
 
 }  // namespace gnomon

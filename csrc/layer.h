@@ -39,10 +39,10 @@ struct FeedForward {
 enum Mixer : int32_t { KDA_MIXER = 0, MLA_MIXER = 1 };
 enum Commits : int32_t { BEFORE_MIXER = 1, BEFORE_FEED_FORWARD = 2 };
 
-/* One layer. commits: where the running sum is banked after it was read (Commits). place: the layer's number among those of its
- * mixer. Queries are norm weight times pseudo-query, NULL where nothing is mixed. */
+/* One layer. commits: where the running sum is banked after it was read (Commits). place, routed: the layer's number among those of its
+ * mixer, and among those with routed experts. Queries are norm weight times pseudo-query, NULL where nothing is mixed. */
 struct Layer {
-    int32_t mixer, commits, place;
+    int32_t mixer, commits, place, routed;
     const float *mixer_query, *feed_query, *mixer_norm, *feed_norm;
     KDALayer kda;
     MLALayer mla;
@@ -60,7 +60,7 @@ struct Model {
     float eps, beta1, beta2; /* caps of SiTU, 0: none */
     int64_t kda_layers, kda_heads, kda_width, taps, mla_layers;
     LatentShape mla;
-    int64_t experts_per_token, groups, kept_groups, renormalise;
+    int64_t experts_per_token, groups, kept_groups, renormalise, routed_layers;
     float routed_scale, lower_bound, latent_eps;
     int32_t mxfp8; /* whether the inputs of routed experts are rounded to MXFP8 */
 };
@@ -78,22 +78,26 @@ struct Pools {
  * slots[s], its pages in pages[s, 0..pages_each). Rows come from `tokens` or, where that is NULL, from `embeddings` [rows, D].
  * copies [count, 3]: (sequence, new tokens seen, slot) where KDA states are copied on the way, sorted by the first two. Sequences from
  * `held` on keep their state; what `advance` needs of their rows is written to record [kda_layers, held rows, kda_inputs_width].
- * wanted: rows of the call, ascending, whose hidden vectors are returned. */
+ * wanted: rows of the call, ascending, whose hidden vectors are returned. chosen [rows, routed_layers, experts_per_token] receives the
+ * experts that each row goes to, unless it is NULL. */
 struct Rows {
     int64_t sequences, held, pages_each, copied, wanted_count;
     const int64_t *tokens, *bounds, *past, *slots, *copies, *wanted;
     const float* embeddings;
     const int32_t* pages;
     float* record;
+    int32_t* chosen;
 };
 
 /* What one pass over the layers takes of a call: a stretch of each sequence, `rows` in all. Sequence s is rows bounds[s] to bounds[s + 1]
- * of the pass (exclusive, maybe none) after past[s] tokens. slots and copies are counted in units of one layer's state. */
+ * of the pass (exclusive, maybe none) after past[s] tokens, and its first is row origin[s] of the call. slots and copies are counted in
+ * units of one layer's state. */
 struct Pass {
     int64_t sequences, held, rows, pages_each, copied;
-    int64_t *bounds, *past, *slots, *copies;
+    int64_t *bounds, *past, *slots, *copies, *origin;
     const int32_t* pages;
     float* record;
+    int32_t* chosen; /* of the whole call */
     int64_t record_layer; /* floats between two layers of the record */
 };
 

@@ -30,6 +30,7 @@ struct Work {
         pass.past = arena.take<int64_t>(n);
         pass.slots = arena.take<int64_t>(n);
         pass.copies = arena.take<int64_t>(3 * rows.copied);
+        pass.origin = arena.take<int64_t>(n);
         done = arena.take<int64_t>(n);
         stream.sources = arena.take<float*>(m.sources);
         stream.window = arena.take<const float*>(m.sources);
@@ -49,6 +50,7 @@ bool next_pass(const Model& m, const Rows& rows, Work& work) {
     for (int64_t s = 0; s < rows.sequences; ++s) {
         const int64_t left = rows.bounds[s + 1] - rows.bounds[s] - work.done[s], room = work.capacity - pass.bounds[s];
         pass.past[s] = rows.past[s] + work.done[s];
+        pass.origin[s] = rows.bounds[s] + work.done[s];
         pass.slots[s] = rows.slots[s] * m.kda_layers;
         const int64_t stretch = s >= rows.held ? left : std::min(left, CUT - pass.past[s] % CUT);
         full = full || (s >= rows.held && stretch > room); /* held rows follow one another in the record */
@@ -79,7 +81,7 @@ void start_states(const Model& m, const Rows& rows, const Pools& pools) {
 void embed(const Model& m, const Rows& rows, Work& work) {
     const Pass& pass = work.pass;
     for (int64_t s = 0; s < rows.sequences; ++s) {
-        const int64_t first = rows.bounds[s] + work.done[s], count = pass.bounds[s + 1] - pass.bounds[s];
+        const int64_t first = pass.origin[s], count = pass.bounds[s + 1] - pass.bounds[s];
         float* const to = work.stream.sources[0] + pass.bounds[s] * m.hidden;
         if (rows.embeddings) std::memcpy(to, rows.embeddings + first * m.hidden, count * m.hidden * sizeof(float));
         else look_up(m.embedding, m.embedding_format == BF16, rows.tokens + first, count, m.hidden, to);
@@ -106,7 +108,7 @@ void finish(Pool& pool, const Model& m, const Rows& rows, Work& work, float* hid
         count = 0;
     };
     for (int64_t s = 0; s < rows.sequences; ++s) {
-        const int64_t first = rows.bounds[s] + work.done[s], last = first + pass.bounds[s + 1] - pass.bounds[s];
+        const int64_t first = pass.origin[s], last = first + pass.bounds[s + 1] - pass.bounds[s];
         const int64_t* want = std::lower_bound(rows.wanted, rows.wanted + rows.wanted_count, first);
         for (; want < rows.wanted + rows.wanted_count && *want < last; ++want) {
             const int64_t row = pass.bounds[s] + *want - first, at = want - rows.wanted;
@@ -161,6 +163,7 @@ extern "C" void gnomon_model_forward(const void* model, const void* pools, const
     work.pass.held = r.held;
     work.pass.pages = r.pages;
     work.pass.pages_each = r.pages_each;
+    work.pass.chosen = r.chosen;
     start_states(m, r, states);
     while (next_pass(m, r, work)) {
         embed(m, r, work);

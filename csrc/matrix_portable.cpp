@@ -18,6 +18,7 @@ struct Set {
     typedef const float* Both;
     typedef float Input;
     static const int LANES = 4, ROWS = 4, DECODED_BYTES = 8, CHUNK = 8, DIRECT_ROWS = 2;
+    static const bool BY_WORDS = false;
     static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
     static constexpr int code_columns(int rows) { return rows <= 2 ? 4 : 2; }
 

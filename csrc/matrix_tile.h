@@ -4,8 +4,9 @@
  * S has: LANES of a vector; ROWS, the most rows of one tile; columns(R), neighbouring vectors of outputs in a tile of R rows, and
  * code_columns(R), the same where MXFP4 is decoded in registers; CHUNK, blocks of MXFP4 that are decoded at once for many rows; Sum, a
  * vector of fp32; Input, how a rounded input is stored; Pair, weights of two inputs ready for products; Both, two inputs in all lanes; dot,
- * which takes from a sum of decoded weights the power of two they carry. A tile keeps R x C sums in registers and walks its inputs in
- * order, so that an output is one chain of additions, the same for every R and C.
+ * which takes from a sum of decoded weights the power of two they carry; BY_WORDS, whether codes are added by words, with a function of
+ * its own (add_word), or pair by pair. A tile keeps R x C sums in registers and walks its inputs in order, so that an output is one chain
+ * of additions, the same for every R and C.
  */
 
 /* sums += pair by pair; `p` and `step` are the first row of pairs and the distance to the next. Weights from memory, or from the
@@ -33,6 +34,10 @@ TARGET INLINE void add_pairs(const char* p, int64_t step, int64_t pairs, const t
 template <class S, int R, int C>
 TARGET INLINE void add_codes(const char* p, int64_t step, const typename S::Input* x, int64_t x_stride, typename S::Sum (&sums)[R][C]) {
     for (int word = 0; word < 4; ++word, p += step, x += 8) {
+        if constexpr (S::BY_WORDS) {
+            S::template add_word<R, C>(p, x, x_stride, sums);
+            continue;
+        }
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
             typename S::Pair w[C];

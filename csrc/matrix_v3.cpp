@@ -11,13 +11,15 @@ namespace gnomon {
 
 namespace {
 
-/* Twice the value of each code, a byte each, for both halves of a vector. */
-alignas(32) const int8_t TWICE[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
-                                     0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-/* A shuffle that moves byte 1, or byte 2, of each word to its top and zeros below. */
+/* What decoding reads: twice the value of each code (for both halves of a vector), the low four bits of each byte, shuffles that move
+ * byte 1 or byte 2 of each word to its top with zeros below, and the top byte of each word. */
+enum Constant { TWICE, CODE, MOVE_1, MOVE_2, TOP, CONSTANTS };
 #define MOVE(b) -1, -1, -1, b, -1, -1, -1, 4 + b, -1, -1, -1, 8 + b, -1, -1, -1, 12 + b
-alignas(32) const int8_t MOVE_1[32] = {MOVE(1), MOVE(1)}, MOVE_2[32] = {MOVE(2), MOVE(2)};
+#define VALUES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+#define WORDS(a, b) a, a, a, b, a, a, a, b, a, a, a, b, a, a, a, b
+alignas(32) const int8_t TABLES[CONSTANTS][32] = {{VALUES, VALUES}, {WORDS(15, 15), WORDS(15, 15)}, {MOVE(1), MOVE(1)}, {MOVE(2), MOVE(2)},
+                                                  {WORDS(0, -1), WORDS(0, -1)}};
+typedef const int8_t (*Tables)[32];
 
 struct Set {
     typedef __m256 Sum;
@@ -25,6 +27,7 @@ struct Set {
     typedef const float* Both;
     typedef float Input;
     static const int LANES = 8, ROWS = 4, DECODED_BYTES = 8, CHUNK = 8, DIRECT_ROWS = 4;
+    static const bool BY_WORDS = true;
     /* One row takes a whole group: weights are read one after another, as memory gives them fastest. */
     static constexpr int columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
     static constexpr int code_columns(int rows) { return rows <= 2 ? 4 : 2; }
@@ -45,22 +48,66 @@ struct Set {
         _mm256_store_ps(reinterpret_cast<float*>(p), w.even);
         _mm256_store_ps(reinterpret_cast<float*>(p) + 8, w.odd);
     }
+    TARGET static INLINE __m256i constant(Tables tables, Constant which) {
+        return _mm256_load_si256(reinterpret_cast<const __m256i*>(tables[which]));
+    }
+    /* Twice the values of the low four bits of every byte. */
+    TARGET static INLINE __m256i look_up(Tables tables, __m256i words) {
+        return _mm256_shuffle_epi8(constant(tables, TWICE), _mm256_and_si256(words, constant(tables, CODE)));
+    }
     /* A byte of each word, moved to its top: as an integer it is 2^24 times the byte. */
     template <int BYTE>
-    TARGET static INLINE __m256 top(__m256i words) {
+    TARGET static INLINE __m256 top(Tables tables, __m256i words) {
         if (BYTE == 0) return _mm256_cvtepi32_ps(_mm256_slli_epi32(words, 24));
-        if (BYTE == 3) return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xff000000))));
-        const __m256i move = _mm256_load_si256(reinterpret_cast<const __m256i*>(BYTE == 1 ? MOVE_1 : MOVE_2));
-        return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(words, move));
+        if (BYTE == 3) return _mm256_cvtepi32_ps(_mm256_and_si256(words, constant(tables, TOP)));
+        return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(words, constant(tables, BYTE == 1 ? MOVE_1 : MOVE_2)));
     }
     /* Codes k and 4 + k of each word, 2^25 times their values: eight codes of a word are looked up with two shuffles of bytes. */
     TARGET static INLINE Pair decode(const char* p, int k) {
         const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-        const __m256i table = _mm256_load_si256(reinterpret_cast<const __m256i*>(TWICE));
-        const __m256i codes = _mm256_and_si256(k % 2 ? _mm256_srli_epi32(words, 4) : words, _mm256_set1_epi8(15));
-        const __m256i twice = _mm256_shuffle_epi8(table, codes);
-        if (k < 2) return {top<0>(twice), top<2>(twice)};
-        return {top<1>(twice), top<3>(twice)};
+        const __m256i twice = look_up(TABLES, k % 2 ? _mm256_srli_epi32(words, 4) : words);
+        if (k < 2) return {top<0>(TABLES, twice), top<2>(TABLES, twice)};
+        return {top<1>(TABLES, twice), top<3>(TABLES, twice)};
+    }
+    /* sums += 8 inputs, whose codes are one word per output. Up to four vectors of words go together: their bytes wait in registers and
+     * their chains of sums run side by side. The tables stay in memory, where an instruction can take them from; the compiler would hold
+     * them in registers and push sums out, so it is kept from knowing what the pointer points to. */
+    template <int R, int C>
+    TARGET static INLINE void add_word(const char* p, const Input* x, int64_t x_stride, Sum (&sums)[R][C]) {
+        const int G = C < 4 ? C : 4;
+        Tables tables = TABLES;
+#pragma GCC unroll 2
+        for (int first = 0; first < C; first += G) {
+            asm("" : "+r"(tables), "+r"(x));
+            __m256i low[G], high[G];
+#pragma GCC unroll 4
+            for (int c = 0; c < G; ++c) {
+                const char* at = p + (first + c) * 32;
+                const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+                if (R <= 2 && c % 2 == 0) __builtin_prefetch(at + AHEAD);
+                low[c] = look_up(tables, words);
+                high[c] = look_up(tables, _mm256_srli_epi32(words, 4));
+            }
+            add_byte<2>(tables, low, x + 1, x_stride, sums, first);
+            add_byte<0>(tables, low, x + 0, x_stride, sums, first);
+            add_byte<2>(tables, high, x + 3, x_stride, sums, first);
+            add_byte<0>(tables, high, x + 2, x_stride, sums, first);
+            add_byte<3>(tables, low, x + 5, x_stride, sums, first);
+            add_byte<1>(tables, low, x + 4, x_stride, sums, first);
+            add_byte<3>(tables, high, x + 7, x_stride, sums, first);
+            add_byte<1>(tables, high, x + 6, x_stride, sums, first);
+        }
+    }
+    /* sums += one input, whose codes are one byte of each word. */
+    template <int BYTE, int G, int R, int C>
+    TARGET static INLINE void add_byte(Tables tables, const __m256i (&twice)[G], const Input* x, int64_t x_stride, Sum (&sums)[R][C],
+                                       int first) {
+#pragma GCC unroll 4
+        for (int c = 0; c < G; ++c) {
+            const __m256 w = top<BYTE>(tables, twice[c]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) sums[r][first + c] = _mm256_fmadd_ps(w, _mm256_set1_ps(x[r * x_stride]), sums[r][first + c]);
+        }
     }
     TARGET static INLINE Sum dot(Sum sum) { return _mm256_mul_ps(sum, _mm256_set1_ps(0x1p-25f)); }
     TARGET static INLINE Both both(const Input* x) { return x; }

@@ -4,6 +4,7 @@
 struct Wide {
     typedef __m512 Sum;
     static const int LANES = 16;
+    static const bool BY_WORDS = false;
     static constexpr int columns(int) { return 4; }
     static constexpr int code_columns(int) { return 4; }
 

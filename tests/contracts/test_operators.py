@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 
@@ -105,3 +106,14 @@ def test_the_meaning_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GNOMON_KERNELS", "fastest")
     with pytest.raises(ConfigError, match="GNOMON_KERNELS='fastest'"):
         list(survey())
+
+
+def test_shapes_are_checked_while_tests_run() -> None:
+    """A result or an argument that is not of the shape that its hint says fails; see the hook in tests/conftest.py."""
+    from gnomon.kernels.kda import prepare
+    from gnomon.model.generate import Sampling, draw
+
+    with pytest.raises(jaxtyping.TypeCheckError):
+        draw(torch.zeros(2, 3), Sampling(), torch.Generator())
+    with pytest.raises(jaxtyping.TypeCheckError):
+        prepare(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5))

@@ -16,7 +16,7 @@ from torch import Tensor
 import gnomon
 from gnomon.errors import KernelError
 
-ABI = 6  # GNOMON_ABI in csrc/gnomon.h
+ABI = 7  # GNOMON_ABI in csrc/gnomon.h
 LIBRARY = "GNOMON_LIBRARY"  # in the environment: a library to load instead of the package's, for instance an instrumented one
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float

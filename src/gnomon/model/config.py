@@ -103,6 +103,10 @@ class ModelConfig:
         """Whether the 0-based layer has experts."""
         return self.moe is not None and self.moe.is_moe_layer(layer)
 
+    def routed_layers(self, before: int) -> int:
+        """How many of the first `before` layers have experts."""
+        return sum(self.is_moe_layer(layer) for layer in range(before))
+
     def tensors(self) -> Iterator[TensorSpec]:
         """Every text tensor with its released name (no family prefix) and storage; routed experts once per layer with a count."""
         yield linear("model.embed_tokens", self.vocab_size, self.hidden_size)

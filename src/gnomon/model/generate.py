@@ -7,14 +7,20 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from gnomon.config import setting
-from gnomon.errors import ConfigError
+from gnomon.errors import ConfigError, TrainingError
 from gnomon.model.inference import InferenceModel
 from gnomon.model.transformer import Transformer
+
+FIRST = 64
+"""Largest probabilities that are looked at first; where they do not reach top-p, sixteen times as many are, then all."""
+ROUNDED = 1e-5
+"""By more than this no sum of probabilities in fp32 is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +76,30 @@ def _extend(model: Transformer, capacity: int) -> Callable[[list[int]], Tensor]:
 
 
 def draw(logits: Float[Tensor, "V"], sampling: Sampling, random: torch.Generator) -> int:
-    """One token id from fp32 logits."""
+    """One token id from fp32 logits: the id drawn is the one of a stable sort by probability and `torch.multinomial` over the kept ones.
+
+    That draw is a race: the probability over a number from the exponential distribution, by rank, and the largest quotient wins. Ranks
+    need the sorted values only, and of these as many as top-p keeps; the id of the winner is looked up afterwards, equal ones by id.
+    Raises `TrainingError` for logits that are no finite numbers.
+    """
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities, order = torch.softmax(logits / sampling.temperature, -1).sort(descending=True, stable=True)
-    before = probabilities.cumsum(-1) - probabilities
-    kept = torch.where(before < sampling.top_p, probabilities, 0.0)
-    return int(order[torch.multinomial(kept, 1, generator=random)])
+    probabilities = torch.softmax(logits / sampling.temperature, -1)
+    clocks = torch.empty_like(probabilities).exponential_(generator=random)  # one for each id, so that the next draw has its own
+    largest = _largest(probabilities, sampling.top_p)
+    before = largest.cumsum(-1) - largest
+    race = torch.where(before < sampling.top_p, largest, 0.0) / clocks[: len(largest)]
+    place = int(race.argmax())
+    if not race[place] > 0:
+        raise TrainingError("the model gives logits that are no finite numbers; use an earlier checkpoint")
+    value = largest[place]
+    return int((probabilities == value).nonzero()[place - int((largest > value).sum())])
+
+
+def _largest(probabilities: Float[Tensor, "V"], top_p: float) -> Float[Tensor, "K"]:
+    """Probabilities in falling order: so many that the others lie beyond `top_p` however sums are rounded, or all."""
+    for size in FIRST, 16 * FIRST:
+        if size < len(probabilities) and float((found := probabilities.topk(size).values).sum(dtype=torch.float64)) > top_p + ROUNDED:
+            return found
+    # Values without ids: NumPy's sort does it with vector instructions.
+    return torch.from_numpy(-np.sort(-probabilities.cpu().numpy())).to(probabilities.device)

@@ -34,12 +34,14 @@ PAGE = 64
 class Outputs:
     """Results of the wanted rows: what the head sees, and logits where they were asked for.
 
-    `record` [KDA layers, held rows, width] is what `InferenceModel.advance` needs of the held sequences.
+    `record` [KDA layers, held rows, width] is what `InferenceModel.advance` needs of the held sequences; `experts` are those that each row
+    of the call goes to, in each layer that has any, where they were asked for.
     """
 
     hidden: Float[Tensor, "W D"]
     logits: Float[Tensor, "W V"] | None
     record: Float[Tensor, "L N R"]
+    experts: Int[Tensor, "T M k"] | None = None
 
 
 class InferenceModel:
@@ -92,7 +94,7 @@ class InferenceModel:
         """A pool with this many slots and pages for `tokens` tokens in all; `dtype` is that of the latents."""
         return StatePool(self.config, slots, -(-tokens // page_tokens), page_tokens, dtype)
 
-    def forward(self, rows: PackedRows, pool: StatePool, *, logits: bool = True) -> Outputs:
+    def forward(self, rows: PackedRows, pool: StatePool, *, logits: bool = True, experts: bool = False) -> Outputs:
         """Run the rows through all layers; states in the pool move on. Raises `ConfigError` for rows that do not fit."""
         rows.check(self.config, pool)
         wanted = rows.last_rows() if rows.wanted is None else rows.wanted
@@ -101,7 +103,8 @@ class InferenceModel:
         hidden = torch.empty(len(wanted), self.config.hidden_size)
         scores = torch.empty(len(wanted), self.config.vocab_size) if logits else None
         record = torch.empty(self.structure.kda_layers, held, self._record_width)
-        call = _call(rows, wanted, record)
+        chosen = torch.empty(total, self.structure.routed_layers, self.structure.experts_per_token, dtype=torch.int32) if experts else None
+        call = _call(rows, wanted, record, chosen)
         at = ctypes.addressof(call)
         library = native.library()
         with self._turn:
@@ -110,7 +113,7 @@ class InferenceModel:
             arena = self._arena.reserve(size.value)
             library.gnomon_model_forward(self._address, pool.address, at, native.address(hidden), native.address(scores), arena,
                                          native.threads())
-        return Outputs(hidden=hidden, logits=scores, record=record)
+        return Outputs(hidden=hidden, logits=scores, record=record, experts=chosen)
 
     def advance(self, rows: PackedRows, outputs: Outputs, accepted: Int[Tensor, "h"], pool: StatePool) -> None:
         """Move the held sequences of an earlier call on by their first `accepted` tokens each; latents are in their pages already.
@@ -212,11 +215,12 @@ def load_runner(folder: Path) -> Transformer | InferenceModel:
     return load_pretrained(folder) if refuse(read_config(folder / "config.json")) else InferenceModel.load(folder)
 
 
-def _call(rows: PackedRows, wanted: Tensor, record: Tensor) -> layout.Rows:
+def _call(rows: PackedRows, wanted: Tensor, record: Tensor, chosen: Tensor | None) -> layout.Rows:
     sequences = len(rows.slots)
     return layout.Rows(
         sequences=sequences, held=sequences - rows.held, pages_each=rows.pages.shape[1], wanted_count=len(wanted),
         copied=0 if rows.copies is None else len(rows.copies), tokens=native.address(rows.tokens), bounds=rows.bounds.data_ptr(),
         past=rows.past.data_ptr(), slots=rows.slots.data_ptr(), copies=native.address(rows.copies), wanted=wanted.data_ptr(),
         embeddings=native.address(rows.embeddings), pages=rows.pages.data_ptr(), record=record.data_ptr(),
+        chosen=native.address(chosen),
     )

@@ -59,7 +59,7 @@ class Layer(ctypes.Structure):
     """One layer."""
 
     _fields_ = (
-        ("mixer", _I32), ("commits", _I32), ("place", _I32),
+        ("mixer", _I32), ("commits", _I32), ("place", _I32), ("routed", _I32),
         *((name, _P) for name in ("mixer_query", "feed_query", "mixer_norm", "feed_norm")),
         ("kda", KDALayer), ("mla", MLALayer), ("feed", FeedForward),
     )
@@ -73,7 +73,7 @@ class Model(ctypes.Structure):
         *((name, _P) for name in ("layer", "embedding", "output_query", "norm")),
         ("head", MatrixView), ("embedding_format", _I32), ("eps", _F32), ("beta1", _F32), ("beta2", _F32),
         *((name, _I64) for name in ("kda_layers", "kda_heads", "kda_width", "taps", "mla_layers")), ("mla", LatentShape),
-        *((name, _I64) for name in ("experts_per_token", "groups", "kept_groups", "renormalise")),
+        *((name, _I64) for name in ("experts_per_token", "groups", "kept_groups", "renormalise", "routed_layers")),
         ("routed_scale", _F32), ("lower_bound", _F32), ("latent_eps", _F32), ("mxfp8", _I32),
     )
 
@@ -89,5 +89,5 @@ class Rows(ctypes.Structure):
 
     _fields_ = (
         *((name, _I64) for name in ("sequences", "held", "pages_each", "copied", "wanted_count")),
-        *((name, _P) for name in ("tokens", "bounds", "past", "slots", "copies", "wanted", "embeddings", "pages", "record")),
+        *((name, _P) for name in ("tokens", "bounds", "past", "slots", "copies", "wanted", "embeddings", "pages", "record", "chosen")),
     )

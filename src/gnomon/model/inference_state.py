@@ -7,10 +7,11 @@ of a common past, and a slot may hold a state that nobody advances (a checkpoint
 
 import ctypes
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gnomon.errors import ConfigError
@@ -64,6 +65,15 @@ class StatePool:
                 raise ConfigError(f"page {page} does not exist; the pool has {self.pages}")
         self.latents[target] = self.latents[source]
 
+    def fork(self, sources: NDArray[np.int64], targets: NDArray[np.int64], pages: NDArray[np.int32], into: NDArray[np.int32]) -> None:
+        """Make each slot of `targets` equal to that of `sources`, and each page of `into` equal to that of `pages`, all at once."""
+        for places, most in ((sources, self.slots), (targets, self.slots), (pages, self.pages), (into, self.pages)):
+            if len(places) and not 0 <= int(places.min()) <= int(places.max()) < most:
+                raise ConfigError(f"slots or pages {places.tolist()[:5]} are not among the {most} of the pool")
+        one, other = torch.from_numpy(sources), torch.from_numpy(targets)
+        self.matrices[other], self.conv[other] = self.matrices[one], self.conv[one]
+        self.latents[torch.from_numpy(into.astype(np.int64))] = self.latents[torch.from_numpy(pages.astype(np.int64))]
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
@@ -105,28 +115,28 @@ class PackedRows:
         if pool.config is not config and pool.config != config:
             raise ConfigError("the pool belongs to another model; take one of this model's 'new_pool'")
         self._check_types(config)
-        bounds, past, slots = self.bounds.tolist(), self.past.tolist(), self.slots.tolist()
-        count = self._count()
-        if not bounds or bounds[0] != 0 or bounds[-1] != count or any(a > b for a, b in pairwise(bounds)):
-            raise ConfigError(f"'bounds' must rise from 0 to the {count} rows, got {bounds}")
-        sequences = len(bounds) - 1
+        bounds, past, slots = self.bounds.numpy(), self.past.numpy(), self.slots.numpy()
+        count, lengths = self._count(), np.diff(bounds)
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != count or (lengths < 0).any():
+            raise ConfigError(f"'bounds' must rise from 0 to the {count} rows, got {bounds.tolist()}")
+        sequences = len(lengths)
         for name, rows in (("past", past), ("slots", slots), ("pages", self.pages)):
             if len(rows) != sequences:
                 raise ConfigError(f"'{name}' has {len(rows)} entries for {sequences} sequences")
         if not 0 <= self.held <= sequences:
             raise ConfigError(f"'held' is {self.held}; there are {sequences} sequences")
-        if any(b - a > STRETCH for a, b in list(pairwise(bounds))[sequences - self.held:]):
+        if (lengths[sequences - self.held :] > STRETCH).any():
             raise ConfigError(f"a held sequence brings more than {STRETCH} tokens; advance it in between")
-        if min(past, default=0) < 0:
-            raise ConfigError(f"'past' counts earlier tokens and cannot be negative, got {past}")
-        if slots and not 0 <= min(slots) <= max(slots) < pool.slots:
-            raise ConfigError(f"'slots' names {slots}; the pool has {pool.slots}")
-        self._check_copies(bounds, pool)
-        written = slots + ([] if self.copies is None else self.copies[:, 2].tolist())
-        if len(set(written)) < len(written):
-            raise ConfigError(f"'slots' and 'copies' name a slot twice: {written}; two states cannot be in one place")
+        if (past < 0).any():
+            raise ConfigError(f"'past' counts earlier tokens and cannot be negative, got {past.tolist()}")
+        if ((slots < 0) | (slots >= pool.slots)).any():
+            raise ConfigError(f"'slots' names {slots.tolist()}; the pool has {pool.slots}")
+        self._check_copies(bounds.tolist() if self.copies is not None else [], pool)
+        written = slots if self.copies is None else np.concatenate([slots, self.copies[:, 2].numpy()])
+        if sequences and np.bincount(written).max() > 1:
+            raise ConfigError(f"'slots' and 'copies' name a slot twice: {written.tolist()}; two states cannot be in one place")
         if pool.latents.shape[1]:
-            self._check_pages(bounds, past, pool)
+            self._check_pages(np.where(lengths > 0, past + lengths, 0), pool)
 
     def _count(self) -> int:
         rows = self.tokens if self.embeddings is None else self.embeddings
@@ -164,22 +174,21 @@ class PackedRows:
                 raise ConfigError("'copies' must be sorted by sequence and tokens seen")
             before = (sequence, seen)
 
-    def _check_pages(self, bounds: list[int], past: list[int], pool: StatePool) -> None:
-        reached = [done + stop - start if stop > start else 0 for (start, stop), done in zip(pairwise(bounds), past, strict=True)]
-        longest = max(reached, default=0)
-        if longest > self.pages.shape[1] * pool.page_tokens:
+    def _check_pages(self, reached: NDArray[np.int64], pool: StatePool) -> None:
+        """`reached` are the tokens of each sequence after the call, 0 for one that brings none."""
+        table, longest = self.pages.numpy(), int(reached.max(initial=0))
+        if longest > table.shape[1] * pool.page_tokens:
             needed = -(-longest // pool.page_tokens)
-            raise ConfigError(f"sequence {reached.index(longest)} reaches {longest} tokens and needs {needed} pages of {pool.page_tokens}; "
-                              f"'pages' has {self.pages.shape[1]}")
-        place, ends = torch.arange(self.pages.shape[1]) * pool.page_tokens, torch.tensor(reached, dtype=torch.int64)[:, None]
-        used = place < ends
-        outside = used & ((self.pages < 0) | (self.pages >= pool.pages))
-        if bool(outside.any()):
-            raise ConfigError(f"'pages' names pages outside the {pool.pages} of the pool: {self.pages[outside][:5].tolist()}")
-        written = used & (place + pool.page_tokens > self.past[:, None])
-        pages = self.pages[written]
-        if len(pages.unique()) < len(pages):
-            owners = written.nonzero()[:, 0]
-            twice = next(page for page in pages.tolist() if int((pages == page).sum()) > 1)
-            raise ConfigError(f"sequences {owners[pages == twice].unique().tolist()} write page {twice} more than once; "
+            raise ConfigError(f"sequence {int(reached.argmax())} reaches {longest} tokens and needs {needed} pages of {pool.page_tokens}; "
+                              f"'pages' has {table.shape[1]}")
+        place = np.arange(table.shape[1]) * pool.page_tokens
+        used = place < reached[:, None]
+        outside = used & ((table < 0) | (table >= pool.pages))
+        if outside.any():
+            raise ConfigError(f"'pages' names pages outside the {pool.pages} of the pool: {table[outside][:5].tolist()}")
+        written = used & (place + pool.page_tokens > self.past.numpy()[:, None])
+        pages = table[written]
+        if len(pages) and np.bincount(pages).max() > 1:
+            owners, twice = written.nonzero()[0], next(page for page in pages.tolist() if (pages == page).sum() > 1)
+            raise ConfigError(f"sequences {np.unique(owners[pages == twice]).tolist()} write page {twice} more than once; "
                               "copy a shared page first")

@@ -152,7 +152,7 @@ class Packer:
         if c.moe is not None:
             m.experts_per_token, m.groups, m.kept_groups = c.moe.num_experts_per_token, c.moe.num_expert_group, c.moe.topk_group
             m.renormalise, m.routed_scale = c.moe.moe_renormalize, c.moe.routed_scaling_factor
-            m.mxfp8 = c.moe.expert_inputs == "mxfp8"
+            m.mxfp8, m.routed_layers = c.moe.expert_inputs == "mxfp8", c.routed_layers(c.num_hidden_layers)
         for index in range(c.num_hidden_layers):
             self._layer(layers[index], index, m)
         m.output_query = self._query("model.output_attn_res")
@@ -163,7 +163,7 @@ class Packer:
     def _layer(self, layer: layout.Layer, index: int, model: layout.Model) -> None:
         c, at = self.config, f"model.layers.{index}."
         kind = c.layers[index]
-        layer.mixer, layer.place = layout.MIXERS[kind], c.layers[:index].count(kind)
+        layer.mixer, layer.place, layer.routed = layout.MIXERS[kind], c.layers[:index].count(kind), c.routed_layers(index)
         for bit, sublayer in ((layout.BEFORE_MIXER, "attention"), (layout.BEFORE_FEED_FORWARD, "mlp")):
             layer.commits |= bit * commits_before(c.attention_residuals, c.attn_res_block_size, index, sublayer)
         layer.mixer_query, layer.feed_query = self._query(f"{at}self_attention_res"), self._query(f"{at}mlp_res")
