@@ -6,6 +6,7 @@ one is resumed and must give the digest of its bytes from memory. The plain verb
 
     python benchmarks/sandbox_gvisor.py                   minutes; 40 sandboxes of 50 MB
     python benchmarks/sandbox_gvisor.py --machines 200    the target of the design: 10 GB of memory, most of it on disk
+    python benchmarks/sandbox_gvisor.py --parts density    only that; what was measured before of the others stays
     python benchmarks/sandbox_gvisor.py --short           seconds, to see that it runs
 """
 
@@ -209,15 +210,16 @@ async def measure(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     try:
         capabilities = await backend.probe()
         await small(backend, defaultdict(list))
-        for run in range(options.runs):
+        for run in range(options.runs if "life" in options.parts else 0):
             await small(backend, rows)
             await large(backend, rows, size, run)
-        plain(backend, rows, options.runs)
-        found = {
-            "capabilities": {"rootless": capabilities.rootless, "unenforced": sorted(capabilities.unenforced), "notes": capabilities.notes},
-            "rows": {name: spread(row) for name, row in rows.items()},
-            "density": await dense(backend, options.machines, size),
-        }
+        found: dict[str, Any] = {}
+        if "life" in options.parts:
+            plain(backend, rows, options.runs)
+            found["life"] = {"rootless": capabilities.rootless, "unenforced": sorted(capabilities.unenforced),
+                             "notes": capabilities.notes, "rows": {name: spread(row) for name, row in rows.items()}}  # fmt: skip
+        if "density" in options.parts:
+            found["density"] = await dense(backend, options.machines, size)
         assert backend.machines == {}
         return found
     finally:
@@ -234,20 +236,21 @@ def main() -> None:
         ("megabytes", 50, "unique random bytes in each, in MB"),
     ):
         parser.add_argument(f"--{name}", type=int, default=count, help=meaning)
+    parser.add_argument("--parts", nargs="+", choices=("life", "density"), default=("life", "density"), help="what to measure")
     parser.add_argument("--home", type=Path, help="folder for the checkpoints (default: a temporary one)")
     options = parser.parse_args()
     if options.short:
         options.runs, options.machines, options.megabytes = 1, 4, 8
     with tempfile.TemporaryDirectory(dir=options.home) as home:
         result = asyncio.run(measure(options, Path(home)))
-    for name, row in result["rows"].items():
+    for name, row in result.get("life", {}).get("rows", {}).items():
         print(f"  {name:32} {row['median_ms']:8.1f} ms   (min {row['min_ms']:.1f}, max {row['max_ms']:.1f})")
-    for name, value in result["density"].items():
+    for name, value in result.get("density", {}).items():
         print(f"  {name:32} {value / MEGABYTE:10.1f} MB" if name.endswith("_bytes") else f"  {name:32} {value:10.2f}")
     if not options.short:
         from machine import save
 
-        save("sandbox_gvisor", result)
+        save("sandbox_gvisor", result, keep=True)
 
 
 if __name__ == "__main__":

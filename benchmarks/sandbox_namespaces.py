@@ -4,8 +4,9 @@ Life cycle one at a time, then many at once, then many alive; afterwards nothing
 same in the same run where they are installed. Beside the clock stands the processor time of the whole cycle, which other load distorts
 less.
 
-    python benchmarks/sandbox_namespaces.py             all of it, some minutes
-    python benchmarks/sandbox_namespaces.py --short     seconds, to see that it runs
+    python benchmarks/sandbox_namespaces.py                          all of it, some minutes
+    python benchmarks/sandbox_namespaces.py --parts cycles others    only these; what was measured before of the others stays
+    python benchmarks/sandbox_namespaces.py --short                  seconds, to see that it runs
 """
 
 import argparse
@@ -31,6 +32,7 @@ from gnomon.sandbox.sandbox import Command, Limits, Spec
 
 TRUE = Command(argv=("/bin/true",))
 DATA_BYTES = 32 << 20
+PARTS = ("cycles", "rate", "live", "soak")
 Rows = dict[str, list[float]]
 
 
@@ -171,7 +173,7 @@ async def soak(backend: Backend, count: int) -> dict[str, float]:
     async def some(times: int) -> None:
         for _ in range(times):
             async with await backend.create(Spec()) as box:
-                assert (await box.exec(TRUE)).code == 0
+                assert (await box.exec(Command(argv=TRUE.argv, timeout_seconds=None))).code == 0
 
     await asyncio.gather(*(some(5) for _ in range(8)))
     zygote = zygotes(backend)[-1]
@@ -195,29 +197,38 @@ def left(backend: Backend) -> dict[str, int]:
             "control groups": sum(len(os.listdir(group)) for group in groups)}
 
 
+async def life(backend: Backend, cycles: int) -> dict[str, Any]:
+    """Life cycles one at a time, with little and with much data."""
+    clock = Clock()
+    processors = processor_seconds([os.getpid(), *zygotes(backend)])
+    for _ in range(cycles):
+        await cycle(backend, clock)
+    processors = processor_seconds([os.getpid(), *zygotes(backend)]) - processors
+    for _ in range(5):
+        await with_data(backend, clock, DATA_BYTES)
+    return {"processor_ms_per_cycle": processors / cycles * 1e3, "rows": {name: spread(row) for name, row in clock.rows.items()}}
+
+
 async def namespaces(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything about the default backend, as whoever runs this."""
-    backend, clock = Backend(), Clock()
+    """The wanted parts with the default backend, as whoever runs this; each says what is there before and after it."""
+    backend, found = Backend(), {}
     try:
         began = time.perf_counter()
         capabilities = await backend.probe()
         first = time.perf_counter() - began
         for _ in range(3):
             await cycle(backend, Clock())
-        before, processors = left(backend), processor_seconds([os.getpid(), *zygotes(backend)])
-        for _ in range(options.cycles):
-            await cycle(backend, clock)
-        processors = processor_seconds([os.getpid(), *zygotes(backend)]) - processors
-        for _ in range(5):
-            await with_data(backend, clock, DATA_BYTES)
-        found = {
-            "rootless": capabilities.rootless, "unenforced": sorted(capabilities.unenforced), "first_sandbox_seconds": first,
-            "processor_ms_per_cycle": processors / options.cycles * 1e3, "rows": {name: spread(row) for name, row in clock.rows.items()},
-            "rate": max([await rate(backend, options.rate) for _ in range(3)], key=lambda row: row["creates_per_second"]),
-            "alive": await alive(backend, options.live), "soak": await soak(backend, options.soak),
-        }  # fmt: skip
-        await asyncio.sleep(0.5)
-        found["left"] = {"before": before, "after": left(backend)}
+        for part in [part for part in PARTS if part in options.parts]:
+            before = left(backend)
+            if part == "cycles":
+                found[part] = {"rootless": capabilities.rootless, "unenforced": sorted(capabilities.unenforced),
+                               "first_sandbox_seconds": first, **await life(backend, options.cycles)}
+            elif part == "rate":
+                found[part] = max([await rate(backend, options.rate) for _ in range(3)], key=lambda row: row["creates_per_second"])
+            else:
+                found[part] = await (alive(backend, options.live) if part == "live" else soak(backend, options.soak))
+            await asyncio.sleep(0.5)
+            found[part]["left"] = {"before": before, "after": left(backend)}
         return found
     finally:
         await backend.close()
@@ -234,22 +245,22 @@ def readable_python() -> str | None:
     return None
 
 
-def as_ordinary_user(options: argparse.Namespace) -> dict[str, Any] | str:
-    """The same as the user `nobody`, with a copy of the package that it may read; a sentence where that is impossible."""
+def as_ordinary_user(options: argparse.Namespace) -> dict[str, Any]:
+    """The same as the user `nobody`, with a copy of the package that it may read; nothing but the reason where that is impossible."""
     python = readable_python()
     if python is None or shutil.which("setpriv") is None:
-        return "no Python that an ordinary user may run, or no setpriv"
+        return {"nothing": {"why": "no Python that an ordinary user may run, or no setpriv"}}
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(Path(sys.modules["gnomon"].__file__ or "").parent, Path(folder) / "gnomon",
                         ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         shutil.copy(__file__, folder)
         for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o755)
-        counts = [f"--{name}={getattr(options, name)}" for name in ("cycles", "rate", "live", "soak")]
-        argv = [python, Path(__file__).name, "--inner", *counts]
+        counts = [f"--{name}={getattr(options, name)}" for name in PARTS]
+        argv = [python, Path(__file__).name, "--inner", *counts, "--parts", *options.parts]
         done = subprocess.run(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *argv], cwd=folder, capture_output=True,
                               text=True, check=False, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": folder, "HOME": folder})
-    return json.loads(done.stdout) if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    return json.loads(done.stdout) if done.returncode == 0 else {"nothing": {"why": done.stderr.strip().splitlines()[-1]}}
 
 
 MERGED = [part for name in ("bin", "lib", "lib64") if Path(f"/{name}").is_symlink() for part in ("--symlink", f"usr/{name}", f"/{name}")]
@@ -314,9 +325,9 @@ def show(title: str, found: dict[str, Any]) -> None:
     print(f"\n{title}")
     for name, row in found.get("rows", {}).items():
         print(f"  {name:42} {row['median_ms']:8.2f} ms   (min {row['min_ms']:.2f}, p95 {row['p95_ms']:.2f})")
-    for name in ("processor_ms_per_cycle", "rate", "alive", "soak", "left", "notes"):
-        if found.get(name):
-            print(f"  {name}: {found[name] if not isinstance(found[name], float) else round(found[name], 2)}")
+    for name, value in found.items():
+        if name != "rows":
+            print(f"  {name}: {round(value, 2) if isinstance(value, float) else value}")
 
 
 def main() -> None:
@@ -324,6 +335,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="few of each, nothing saved")
     parser.add_argument("--inner", action="store_true", help="only the default backend as this user, as JSON")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "others"), default=(*PARTS, "others"), help="what to measure")
+    parser.add_argument("--users", nargs="+", choices=("me", "ordinary"), default=("me", "ordinary"), help="who does it, if this is root")
     for name, count, meaning in (("cycles", 50, "life cycles one at a time"), ("rate", 200, "sandboxes asked for at once"),
                                  ("live", 1000, "sandboxes alive at once"), ("soak", 20_000, "cycles of create, run, kill")):
         parser.add_argument(f"--{name}", type=int, default=count, help=meaning)
@@ -333,18 +346,20 @@ def main() -> None:
     if options.inner:
         json.dump(asyncio.run(namespaces(options)), sys.stdout)
         return
-    result: dict[str, Any] = {"namespaces": {}}
-    result["namespaces"]["root" if os.geteuid() == 0 else "ordinary user"] = asyncio.run(namespaces(options))
-    if os.geteuid() == 0:
-        result["namespaces"]["ordinary user"] = as_ordinary_user(options)
-    result["others"] = others(5 if options.short else 15)
-    for name, found in result["namespaces"].items():
-        show(f"namespaces as {name}", found if isinstance(found, dict) else {"notes": found})
-    show("others", result["others"])
+    users = {}
+    if "me" in options.users:
+        users["root" if os.geteuid() == 0 else "ordinary user"] = asyncio.run(namespaces(options))
+    if "ordinary" in options.users and os.geteuid() == 0:
+        users["ordinary user"] = as_ordinary_user(options)
+    result = {f"{part} as {user}": found for user, parts in users.items() for part, found in parts.items()}
+    if "others" in options.parts:
+        result["others"] = others(5 if options.short else 8)
+    for name, found in result.items():
+        show(name, found)
     if not options.short:
         from machine import save
 
-        save("sandbox_namespaces", result)
+        save("sandbox_namespaces", result, keep=True)
 
 
 if __name__ == "__main__":

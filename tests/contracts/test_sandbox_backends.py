@@ -156,7 +156,8 @@ def test_runs_programs(name: str) -> None:
 def test_many_at_once(name: str) -> None:
     async def body(box: Sandbox) -> None:
         results = await asyncio.gather(*(box.exec(sh(f"sleep 0.1; echo {i}")) for i in range(20)))
-        assert [result.text for result in results] == [f"{i}\n" for i in range(20)]
+        said = [(result.code, result.text, result.stderr, result.timed_out) for result in results]
+        assert said == [(0, f"{i}\n", b"", False) for i in range(20)]
 
     run(name, body)
 
@@ -332,16 +333,20 @@ def test_freezing_stops_and_resuming_goes_on(name: str) -> None:
             with pytest.raises(Unsupported):
                 await box.pause("freeze")
             return
-        process = await box.start(sh("while :; do date +%s%N > /tmp/now; sleep 0.01; done", timeout=None))
-        await box.exec(sh("while [ ! -s /tmp/now ]; do sleep 0.01; done"))
+        writing = "while :; do date +%s%N > /tmp/next; mv /tmp/next /tmp/now; sleep 0.01; done"
+        process = await box.start(sh(writing, timeout=None))
+        await box.exec(sh("while [ ! -e /tmp/now ]; do sleep 0.01; done", timeout=None))
         await box.pause()
         with pytest.raises(SandboxError, match="paused"):
             await box.exec(sh("true"))
         await box.resume()
-        first = await box.read("/tmp/now")
-        await box.exec(sh("sleep 0.3"))
-        assert await box.read("/tmp/now") != first
-        await process.kill()
+        first = (await box.read("/tmp/now")).decode().strip()
+        moved = await box.exec(sh(f"while [ $(cat /tmp/now) = {first} ]; do sleep 0.01; done", timeout=120))
+        assert moved.code == 0
+        await box.pause()
+        await asyncio.wait_for(box.kill(), 120)  # with a program that stands still
+        with pytest.raises(SandboxLost):
+            await process.wait()
 
     run(name, body)
 

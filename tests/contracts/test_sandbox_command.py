@@ -1,6 +1,7 @@
 """`gnomon sandbox` as people use it, over the default backend; and what is left when it is interrupted or killed: nothing."""
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -12,15 +13,17 @@ from pathlib import Path
 
 import pretend_backend
 import pytest
+from rich.console import Console
 
 from gnomon import cli
 from gnomon.errors import SandboxError, Unsupported
-from gnomon.sandbox import owners, reaper
+from gnomon.sandbox import listing, owners, reaper
 from gnomon.sandbox.backends.namespaces import Backend
 from gnomon.sandbox.layers import LayerStore
+from gnomon.sandbox.open import Verdict
 from gnomon.sandbox.reach import Reach, call
 from gnomon.sandbox.registry import Registry
-from gnomon.sandbox.sandbox import Spec
+from gnomon.sandbox.sandbox import Capabilities, Spec
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,6 +124,19 @@ def test_probe_says_what_works(home, capsys):
     assert cli.main(["sandbox", "probe", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in rows} >= {"namespaces"} and all(row["capabilities"] or row["reason"] for row in rows)
+
+
+def test_what_a_probe_found_is_read_by_people_in_eighty_columns():
+    can = Capabilities(backend="one", isolation="strong", pause=frozenset({"freeze"}), snapshot_files=True, snapshot_memory=False,
+                       live_fork=False, network=True, rootless=True, unenforced=frozenset({"cpus"}), notes=("a note of a [bracket]",))
+    verdicts = [Verdict(name="another", reason="another: it wants KVM, " + "and more " * 20), Verdict(name="one", capabilities=can)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(listing.backends(verdicts))
+    said = console.export_text()
+    assert "…" not in said and said.index("one  ") < said.index("another  ")
+    for words in ("works, strong isolation; as an ordinary user", "does not hold: cpus", "note: a note of a [bracket]",
+                  "does not work: it wants KVM"):
+        assert words in said
 
 
 def test_serve_wants_a_key(home, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from gnomon.errors import SandboxError
 from gnomon.sandbox.layers import LayerStore
-from gnomon.sandbox.ns import door, users, wire
+from gnomon.sandbox.ns import door, launch, users, wire
 from gnomon.sandbox.ns.channel import Channel
 from gnomon.sandbox.terminal import Shown
 
@@ -108,3 +108,32 @@ def test_a_terminal_is_shown_letters_and_colours() -> None:
     )
     assert Shown().of(b"\x1b[" + b"1" * 1000, final=True).startswith(b"^[[1")
     assert Shown().of("a\u202eb".encode()) == b"a\\x202eb"
+
+
+def test_the_step_before_a_program_joins_limits_and_closes(tmp_path: Path) -> None:
+    """Started on the host as the agent does it; what it writes into a group's file, and what the program finds."""
+    step = launch.prepare()
+    if step < 0:
+        pytest.skip("there is no step for this processor, or no program may be run from memory here")
+    group, out = os.open(tmp_path / "tasks", os.O_CREAT | os.O_RDWR), os.memfd_create("out")
+    os.set_inheritable(group, True)
+    (tmp_path / "odd").write_bytes(b"neither program nor script")
+    (tmp_path / "odd").chmod(0o755)
+
+    def run(*argv: bytes, cwd: bytes = os.fsencode(tmp_path)) -> tuple[int, str]:
+        os.ftruncate(out, 0)
+        os.lseek(out, 0, os.SEEK_SET)
+        pid = launch.start(step, argv, {b"A": b"x"}, cwd, (out, out, out), [group], 4321)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if pid else -1
+        return code, os.pread(out, 9999, 0).decode()
+
+    try:
+        code, said = run(b"sh", b"-c", b'echo "$A" "$0"; pwd; ls /proc/self/fd; grep processes /proc/self/limits; exit 7', b"zero")
+        assert code == 7 and said.startswith(f"x zero\n{tmp_path}\n0\n1\n2\n3\nMax processes") and said.split()[-3:-1] == ["4321"] * 2
+        assert os.pread(group, 9, 0) == b"0"
+        assert run(b"./odd")[0] == run(b"no-such-program")[0] == run(b"true", cwd=b"/no-such-folder")[0] == -1, "a fork's"
+        assert run(os.fsencode(tmp_path / "odd")) == (126, f"gnomon: {tmp_path}/odd: Exec format error\n")
+        assert os.stat(f"/proc/self/fd/{step}").st_mode & 0o777 == 0o111, "whoever could read it could trace it"
+    finally:
+        for fd in (step, group, out):
+            os.close(fd)

@@ -99,6 +99,20 @@ def test_a_program_that_leaves_its_pipe_to_a_daemon_ends_at_once() -> None:
     with_agent(use)
 
 
+def test_what_an_ended_program_wrote_is_passed_on_however_late() -> None:
+    """The agent is given no time at all after a program's end, as if its machine had stood still just then."""
+
+    async def use(channel: Guest) -> None:
+        await channel.go(env={})
+        for _ in range(3):
+            runs = [channel.run(command("sh", "-c", f"echo {i}; head -c 100000 /dev/zero >&2"), HERE) for i in range(10)]
+            results = await asyncio.gather(*runs)
+            assert [(result.code, result.text, len(result.stderr)) for result in results] == [(0, f"{i}\n", 100_000) for i in range(10)]
+
+    script = f"import sys; sys.path.insert(0, {str(AGENT.parent)!r}); import agent; agent.DRAIN_SECONDS = 0.0; agent.main()"
+    with_agent(use, (sys.executable, "-c", script))
+
+
 def test_output_that_nobody_reads_holds_the_program_and_not_the_host() -> None:
     async def use(channel: Guest) -> None:
         await channel.go()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import gnomon
+
 USER = f"gnomontest{os.getpid() % 100_000}"
 
 
@@ -44,15 +46,19 @@ def readable_python() -> str:
     pytest.skip("no Python from 3.11 on that an ordinary user may run")
 
 
-def as_user(user: str, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+def as_user(user: str, folder: Path, *argv: str, seconds: float = 180) -> subprocess.CompletedProcess[str]:
     """Run a Python program of this folder as a user, with a copy of the package that the user may read."""
-    package = Path(sys.modules["gnomon"].__file__ or "").parent
+    package = Path(gnomon.__file__).parent
     shutil.copytree(package, folder / "gnomon", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.toml"), dirs_exist_ok=True)
     for program in Path(__file__).resolve().parent.glob("sandbox_*.py"):
         shutil.copy(program, folder)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755)
+    home = folder / "home"
+    home.mkdir(mode=0o700, exist_ok=True)
+    if os.geteuid() == 0:
+        shutil.chown(home, user)
     become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.geteuid() == 0 else []
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([*become, readable_python(), *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=180,
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run([*become, readable_python(), *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds,
                           check=False)  # fmt: skip

@@ -104,18 +104,25 @@ def sandboxes(rows: Sequence[Row]) -> Table:
 
 
 def backends(verdicts: Sequence[Verdict]) -> Table:
-    """The table of `probe`."""
-    table = _table("", "backend", "isolation", "pause", "snapshot", "fork", "network", "root", "notes")
-    for verdict in verdicts:
+    """The table of `probe`: those that work first, each with what it can do, what it does not hold, and what else there is to know."""
+    from rich.markup import escape
+
+    table = _table("", "backend", "here")
+    table.columns[1].overflow = "fold"
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.capabilities is None):
         found = verdict.capabilities
         if found is None:
-            table.add_row(verdict.name, "[red]does not work here[/]", "", "", "", "", "", verdict.reason)
+            table.add_row(verdict.name, f"[red]does not work[/]: {escape(verdict.reason.removeprefix(verdict.name + ': '))}")
             continue
         kept = [word for word, has in (("files", found.snapshot_files), ("memory", found.snapshot_memory)) if has]
-        notes = "; ".join([*found.notes, *([f"not held: {', '.join(sorted(found.unenforced))}"] if found.unenforced else [])])
-        table.add_row(verdict.name, found.isolation, ", ".join(sorted(found.pause)), ", ".join(kept),
-                      "live" if found.live_fork else "files", "allowlist" if found.network else "none",
-                      "not needed" if found.rootless else "as root", notes)
+        lines = [
+            f"[green]works[/], {found.isolation} isolation; {'as an ordinary user' if found.rootless else 'as root'}",
+            f"pauses: {', '.join(sorted(found.pause))}; snapshots: {', '.join(kept)}; forks: {'running' if found.live_fork else 'files'}; "
+            f"network: {'allowlist' if found.network else 'none'}",
+            *([f"does not hold: {', '.join(sorted(found.unenforced))}"] if found.unenforced else []),
+            *(f"note: {escape(note)}" for note in found.notes),
+        ]
+        table.add_row(verdict.name, "\n".join(lines))
     return table
 
 

@@ -25,7 +25,7 @@ from gnomon.sandbox.microvm.machine import Machine
 from gnomon.sandbox.registry import Registry
 from gnomon.sandbox.sandbox import MEGABYTE, Capabilities, Limits, Spec
 
-PROBE_SECONDS = 100.0
+PROBE_SECONDS = {"kvm": 100.0, "tcg": 900.0}
 KERNEL_BYTES = 96 * MEGABYTE
 """Memory of a guest beyond its limit, for its kernel and the agent; and of the host beyond that, for qemu."""
 
@@ -84,7 +84,7 @@ class Backend(Housing):
             notes.append("TCG: a mode for tests, some twenty times slower, and no isolation that qemu's authors vouch for")
         limits = Limits(memory_bytes=64 * MEGABYTE, disk_bytes=16 * MEGABYTE)
         try:
-            async with asyncio.timeout(PROBE_SECONDS):
+            async with asyncio.timeout(PROBE_SECONDS[accelerator]):
                 async with await self.create(Spec(image="scratch", limits=limits, workdir="/root", ttl_seconds=120.0)) as machine:
                     await machine.list("/")
                     await machine.pause("hibernate")

@@ -31,6 +31,9 @@ from agent_seal import Seal, close_up
 FRAME = struct.Struct(">II")
 CHUNK = 1 << 16
 DRAIN_SECONDS = 0.2
+PIPE_CHUNKS = 17
+"""What a pipe can hold at most, and one more for its end."""
+
 MAX_ORPHANS = 64
 IDENTITY = "/run/gnomon/instance"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -213,19 +216,19 @@ class Agent(Calls):
             elif known and not wanted:
                 self.selector.unregister(handle)
 
-    def output(self, child: Child, handle: int) -> None:
-        """Pass on what a program wrote, or drop it beyond its limit."""
+    def output(self, child: Child, handle: int) -> bool:
+        """Pass on what a program wrote, or drop it beyond its limit; False when there was nothing."""
         size = CHUNK if child.credit is None or child.key is None else min(CHUNK, child.credit)
         try:
             data = os.read(handle, size)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         if not data:
             self.selector.unregister(handle)
             getattr(child.process, child.outputs.pop(handle)).close()
-            return
+            return False
         left = child.limits[child.outputs[handle]]
         if left is not None:
             child.truncated = child.truncated or left < len(data)
@@ -236,6 +239,14 @@ class Agent(Calls):
                 child.credit -= len(data)
                 self.listen(child)
             self.send({"ev": "out", "id": child.key, "stream": child.outputs[handle]}, data)
+        return True
+
+    def empty(self, child: Child) -> None:
+        """Pass on what lies in the pipes of a program that has ended: it wrote that, however late it is looked for."""
+        for handle in list(child.outputs):
+            for _ in range(PIPE_CHUNKS):
+                if child.waits_for_host or not self.output(child, handle):
+                    break
 
     def do_more(self, header: dict, payload: bytes) -> None:
         """The host took some output and can take as much again."""
@@ -298,11 +309,11 @@ class Agent(Calls):
             if child is not None:
                 child.code = child.process.returncode = -(status & 127) if status & 127 else status >> 8
                 child.ended = time.monotonic()
+                self.empty(child)
         for key, child in list(self.children.items()):
             if child.code is None:
                 continue
-            blocked = child.credit is not None and child.credit <= 0 and child.key is not None
-            if child.outputs and (blocked or time.monotonic() - child.ended < DRAIN_SECONDS):
+            if child.outputs and (child.waits_for_host or time.monotonic() - child.ended < DRAIN_SECONDS):
                 continue
             self.forget(child)
             del self.children[key]

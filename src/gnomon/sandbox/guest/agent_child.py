@@ -27,3 +27,8 @@ class Child:
         self.closing = False
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host takes no more of its output for now."""
+        return self.credit is not None and self.credit <= 0 and self.key is not None

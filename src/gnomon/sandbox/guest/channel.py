@@ -33,9 +33,11 @@ MAX_HEADER = 1 << 18
 MAX_REQUEST = 1 << 21
 """Most bytes of an answer's header, and of a request's: arguments and environment of a program are in it."""
 
-KILL_SECONDS = 20.0
 LOOK_SECONDS, PATIENCE_SECONDS = 20.0, 60.0
 """How often an agent is asked for a sign of life while somebody waits for it, and how long it may take over that."""
+
+KILLS = 3
+"""The end of a killed program is waited for that part of the patience: twenty seconds, more in a machine that is translated."""
 
 
 class Guest:
@@ -270,9 +272,9 @@ class Guest:
                     result = await process.wait()
             except TimeoutError:
                 timed_out = True
-                async with asyncio.timeout(KILL_SECONDS):
+                async with asyncio.timeout(self.patience_seconds / KILLS):
                     await process.kill()
-                async with asyncio.timeout(KILL_SECONDS):
+                async with asyncio.timeout(self.patience_seconds / KILLS):
                     result = await process.wait()
         except TimeoutError:
             self.processes.pop(process.key, None)

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,10 @@ class Drives:
         program = shutil.which("mkfs.erofs")
         if program is None:
             raise Unsupported("microvm: no mkfs.erofs to make the guest's drives with; `apt-get install erofs-utils`")
+        for stale in target.parent.glob(".*.erofs-*"):  # of one that was killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - stale.stat().st_mtime > BUILD_SECONDS:
+                    stale.unlink()
         fresh = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
         words = [program, "--quiet", "--preserve-mtime", *options, str(fresh), str(folder)]
         try:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Protocol
@@ -50,6 +51,7 @@ class Machine(machine.Machine):
     def __init__(self, identifier: str, spec: Spec, folder: Path, home: Home, key: bytes | None = None) -> None:
         super().__init__(identifier, spec, folder, home, key)
         self.guest.patience_seconds = START_SECONDS
+        self.child: subprocess.Popen[bytes] | None = None
         self.monitor: Monitor | None = None
         self.console: asyncio.Task[bytes] | None = None
 
@@ -79,7 +81,7 @@ class Machine(machine.Machine):
     async def _launch(self, image: Path | None) -> tuple[int, int]:
         self.group = self.home.group(self)
         started = await qemu.launch(self.home.program, self.shape, self.files, self.group, None if image is None else image / "state")
-        self.handle, self.processes = started.handle, (started.process,)
+        self.child, self.handle, self.processes = started.process, started.handle, (started.process.pid,)
         self.monitor = Monitor(started.monitor, self.id)
         self.console = asyncio.create_task(_listen(started.console))
         source = started.agent.detach()
@@ -175,7 +177,10 @@ class Machine(machine.Machine):
             monitor.close()
         if self.console is not None:
             self.console.cancel()
+        child, self.child = self.child, None
         await super()._end_processes()
+        if child is not None:
+            child.poll()  # it has ended, and now its number is free
 
 
 async def _listen(console: socket.socket) -> bytes:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gnomon.errors import ConfigError, SandboxError, Unsupported
+from gnomon.sandbox.microvm import starter
 from gnomon.sandbox.ns.cgroups import Group
 
 ACCELERATOR = "GNOMON_MICROVM_ACCEL"
@@ -32,6 +33,10 @@ PROGRAM = "qemu-system-x86_64"
 MEGABYTE = 1 << 20
 FIRST_USER, USERS = 1 << 30, 1 << 29
 WAIT_AND_BECOME = 'read -r go && exec "$@"'
+BOUND = "--pdeathsig=KILL"
+"""For `setpriv`: the kernel ends the machine when the thread that started it is gone, by whatever death, also one that stands still. That
+thread is `starter`'s, which lives as long as this process."""
+
 CLOSED = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
 
@@ -113,7 +118,8 @@ async def accelerator(program: str) -> str:
     if reason is None and not await boots(program, "kvm"):
         reason = f"/dev/kvm opens, but a guest did not boot within {BOOT_SECONDS:g} s"
     if reason is not None:
-        raise Unsupported(f"microvm: {reason}; use gvisor for strong isolation without KVM, or e2b for machines elsewhere; "
+        raise Unsupported(f"microvm: {reason}; whatever needs KVM (microsandbox, libkrun and Firecracker too) works as little here; use "
+                          "gvisor for strong isolation without KVM, or e2b for machines elsewhere; "
                           f"{ACCELERATOR}=tcg runs the same machines for tests, slowly and with no promise of isolation")
     return wanted
 
@@ -134,7 +140,7 @@ class Shape:
 class Started:
     """A qemu that runs, and our ends of its sockets."""
 
-    process: int
+    process: subprocess.Popen[bytes]
     handle: int
     agent: socket.socket
     monitor: socket.socket
@@ -170,6 +176,7 @@ async def launch(program: str, shape: Shape, folder: Path, group: Group | None, 
     """Start a machine from the files in `folder`, from a checkpoint's `state` if there is one, in a control group if there is one."""
     ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
     files: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
     try:
         names = ["kernel", "archive", *(f"drive{number}" for number in range(shape.drives))]
         files += [os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC) for name in names]
@@ -177,11 +184,14 @@ async def launch(program: str, shape: Shape, folder: Path, group: Group | None, 
             files.append(os.open(state, os.O_RDONLY | os.O_CLOEXEC))
         handles = [end.fileno() for end in theirs]
         words = arguments(shape, handles, files[: len(names)], None if state is None else files[-1])
-        child = await _spawn([program, *words], [*handles, *files], folder.parent / "errors", group)
-        return Started(process=child, handle=os.pidfd_open(child), agent=ours[0], monitor=ours[1], console=ours[2])
+        child = await starter.start(lambda: spawn([program, *words], [*handles, *files], folder.parent / "errors", group))
+        return Started(process=child, handle=os.pidfd_open(child.pid), agent=ours[0], monitor=ours[1], console=ours[2])
     except BaseException:
         for end in ours:
             end.close()
+        if child is not None:
+            child.kill()
+            child.wait()
         raise
     finally:
         for end in theirs:
@@ -190,29 +200,31 @@ async def launch(program: str, shape: Shape, folder: Path, group: Group | None, 
             os.close(handle)
 
 
-async def _spawn(words: list[str], handles: list[int], errors: Path, group: Group | None) -> int:
+def spawn(words: list[str], handles: list[int], errors: Path, group: Group | None) -> subprocess.Popen[bytes]:
     """A child that waits until it is in its control group and then becomes qemu; as root, under a user that nobody else is."""
     identity: dict[str, Any] = {}
     if os.geteuid() == 0:
         user = FIRST_USER + secrets.randbelow(USERS)
         extra = [os.stat("/dev/kvm").st_gid] if os.path.exists("/dev/kvm") and "kvm" in words else []
         identity = {"user": user, "group": user, "extra_groups": extra}
+    tie = shutil.which("setpriv")
+    if tie is not None:
+        words = [tie, BOUND, *words]
     with errors.open("wb") as said:
-        child = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", WAIT_AND_BECOME, "sh", *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=said,
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", WAIT_AND_BECOME, "sh", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said,
             env={"PATH": os.defpath}, start_new_session=True, cwd="/", pass_fds=handles, **identity,
         )  # fmt: skip
     try:
         for join in group.joins if group is not None else ():
             os.write(join, str(child.pid).encode())
         assert child.stdin is not None
-        child.stdin.write(b"go\n")
-        await child.stdin.drain()
-        child.stdin.close()
+        with child.stdin as gate:
+            gate.write(b"go\n")
     except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
+        child.kill()
+        child.wait()
         if isinstance(error, OSError):
             raise SandboxError(f"microvm: qemu could not be put into its control group: {error.strerror}") from error
         raise
-    return child.pid
+    return child

@@ -26,8 +26,10 @@ NOTHING = b""
 class Agent:
     """The loop, and what it keeps track of."""
 
-    def __init__(self, control: int, joins: list[int], memory: int, processes: int, workdir: str) -> None:
-        self.control, self.joins, self.memory, self.processes, self.workdir = control, joins, memory, processes, workdir
+    def __init__(self, control: int, joins: list[int], step: int, memory: int, processes: int, workdir: str) -> None:
+        self.control, self.joins, self.stage, self.memory, self.processes, self.workdir = control, joins, step, memory, processes, workdir
+        for fd in joins:
+            os.set_inheritable(fd, True)  # by the step alone, which closes them
         self.splitter = wire.Splitter()
         self.out = bytearray()
         self.programs: dict[int, programs.Program] = {}
@@ -72,7 +74,7 @@ class Agent:
         """Run a program."""
         start = programs.Start(numbers, strings)
         start.cwd = start.cwd or self.workdir.encode()
-        pid, into, out, err = programs.spawn(start, self.joins, self.processes)
+        pid, into, out, err = programs.spawn(start, self.stage, self.joins, self.processes)
         program = programs.Program(call, pid, {out: 1, err: 2}, into)
         if start.window:
             program.credit = start.window

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import resource
 
-from gnomon.sandbox.ns import calls, mounts, seccomp
+from gnomon.sandbox.ns import calls, cgroups, mounts, seccomp
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap is not among them, net_bind_service, sys_chroot, setfcap
 KEPT = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18, 31})
-OOM_SCORE = b"300"
+OOM_SCORE = "300"
 SPARE_PROCESSES = 8
 """How many processes the agent may have beyond the limit of the programs, so that it can always answer."""
 
@@ -35,10 +35,10 @@ class Order:
 class Place:
     """What the zygote knows about this machine and hands to every sandbox."""
 
-    __slots__ = ("base", "filter", "rootless", "workshop")
+    __slots__ = ("base", "filter", "rootless", "step", "workshop")
 
-    def __init__(self, base: int, rootless: bool, workshop: str, code: bytes) -> None:
-        self.base, self.rootless, self.workshop, self.filter = base, rootless, workshop, code
+    def __init__(self, base: int, rootless: bool, workshop: str, code: bytes, step: int) -> None:
+        self.base, self.rootless, self.workshop, self.filter, self.step = base, rootless, workshop, code, step
 
 
 def limit(order: Order, counted: bool) -> None:
@@ -63,34 +63,42 @@ def enter_users(users: int) -> None:
         user, group = os.geteuid(), os.getegid()
         calls.unshare(calls.NEWUSER)
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-            fd = os.open(f"/proc/self/{name}", os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                os.write(fd, text.encode())
-            finally:
-                os.close(fd)
+            cgroups.write(f"/proc/self/{name}", text)
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
 
 
 def make_workdir(path: str) -> None:
     """The directory that programs start in, if the image has none."""
-    if path.startswith("/"):
+    if path.startswith("/") and not os.path.isdir(path):
         os.makedirs(path, exist_ok=True)
 
 
-def become(place: Place, order: Order, users: int, owner: int, counted: bool) -> None:
-    """Turn this process into the first of a sandbox. `users` is a descriptor of its user namespace, or 0; `owner` its root on the host."""
+def prepare(place: Place, order: Order, users: int) -> mounts.Root:
+    """In the zygote: take what the root is made of and enter a new copy of the base. `users`: a descriptor of its user namespace, or 0.
+
+    Here and not in the fork, since what the zygote has done before costs the least: a fork copies each page that it touches first.
+    """
     root = mounts.Root(users, ",userxattr" if place.rootless else "")
-    root.take(order.upper, order.layers, order.host)
-    calls.setns(place.base, calls.NEWNS)
-    calls.unshare(calls.NEWNS | calls.NEWIPC | calls.NEWUTS | calls.NEWNET | calls.NEWCGROUP)
+    try:
+        root.take(order.upper, order.layers, order.host)
+        calls.setns(place.base, calls.NEWNS)
+        calls.unshare(calls.NEWNS)
+    except BaseException:
+        root.close()
+        raise
+    return root
+
+
+def become(place: Place, order: Order, root: mounts.Root, owner: int, counted: bool) -> None:
+    """Turn this process, which `prepare` has put into its mounts, into the first of a sandbox. `owner`: its root on the host."""
+    calls.unshare(calls.NEWIPC | calls.NEWUTS | calls.NEWNET | calls.NEWCGROUP)
     calls.check(calls.LIBC.sethostname(order.hostname.encode(), len(order.hostname.encode())), "sethostname")
     calls.loopback_up()
     root.attach(owner)
     root.furnish()
-    with open("/proc/self/oom_score_adj", "wb") as file:
-        file.write(OOM_SCORE)
-    enter_users(users)
+    cgroups.write("/proc/self/oom_score_adj", OOM_SCORE)
+    enter_users(root.users)
     limit(order, counted)  # in the new namespace: set before, the number of processes would bound all sandboxes of one user together
     calls.keep_capabilities(KEPT)
     os.umask(0o022)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import functools
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fcntl import ioctl
 from socket import AF_INET, SOCK_DGRAM, socket
 
 from gnomon.sandbox.ns import syscalls
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 MACHINE = os.uname().machine
 NUMBERS = syscalls.numbers(MACHINE)
 
 NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x80, 0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
-CLONE_VM, SIGCHLD = 0x100, 17
+CLONE_VM = 0x100
+ANY_CHILD = 0x40000000
+"""For `waitpid`: also a child whose end sends no signal."""
+
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH = 2
 OPEN_TREE_CLONE, EMPTY_PATH, RECURSIVE, CLOEXEC = 1, 0x1000, 0x8000, os.O_CLOEXEC
@@ -56,7 +62,19 @@ def setns(fd: int, kind: int) -> None:
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     """mount(2); empty strings are passed as nothing."""
     text = [part.encode() if part else None for part in (source, target, kind)]
-    check(LIBC.mount(*text, ctypes.c_ulong(flags), data.encode() if data else None), f"mount {kind} {data}", target)
+    if LIBC.mount(*text, flags, data.encode() if data else None) < 0:
+        check(-1, f"mount {kind} {data}", target)
+
+
+def bind_over(source: bytes, targets: Iterable[bytes]) -> list[bytes]:
+    """Mount one file or folder over many; those that there were. One that is not there is passed over, which is cheaper than to look."""
+    there = []
+    for target in targets:
+        if LIBC.mount(source or target, target, None, BIND | REC, None) == 0:
+            there.append(target)
+        elif ctypes.get_errno() != errno.ENOENT:
+            check(-1, "mount", os.fsdecode(target))
+    return there
 
 
 def umount(target: str, flags: int = 0) -> None:
@@ -100,12 +118,27 @@ def prctl(option: int, value: int = 0) -> int:
     return check(LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
 
 
+def close_others(kept: list[int]) -> None:
+    """Close every descriptor but these."""
+    start = 0
+    for fd in [*kept, 1 << 30]:
+        if fd > start:
+            raw("close_range", start, fd - 1, 0)
+        start = fd + 1
+
+
+@functools.cache
+def command_line() -> tuple[int, int]:
+    """Where in memory the words that `ps` shows begin and end; forks have them in the same place."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return int(fields[45]), int(fields[46])  # arg_start and arg_end
+
+
 def name_process(name: str) -> None:
     """What `ps` shows of this process: its name, and its command line without the paths of the host."""
     LIBC.prctl(ctypes.c_int(PR_NAME), name.encode()[:15])
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    first, last = int(fields[45]), int(fields[46])  # arg_start and arg_end
+    first, last = command_line()
     if 0 < first < last:
         ctypes.memset(first, 0, last - first)
         ctypes.memmove(first, name.encode(), min(len(name), last - first - 1))
@@ -117,13 +150,19 @@ def act_as(user: int) -> None:
     LIBC.setfsuid(ctypes.c_uint(user))
 
 
+@functools.cache
+def last_capability() -> int:
+    """The highest capability that this kernel knows."""
+    with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
+        return int(file.read())
+
+
 def keep_capabilities(kept: frozenset[int]) -> None:
     """Drop every capability but these, from the bounding set too."""
-    with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
-        last = int(file.read())
-    for capability in range(last + 1):
-        if capability not in kept:
-            prctl(PR_CAPBSET_DROP, capability)
+    drop, zero = LIBC.prctl, ctypes.c_ulong(0)
+    for capability in range(last_capability() + 1):
+        if capability not in kept and drop(PR_CAPBSET_DROP, ctypes.c_ulong(capability), zero, zero, zero):
+            check(-1, f"dropping capability {capability}")
     bits = sum(1 << capability for capability in kept)
     low, high = bits & 0xFFFFFFFF, bits >> 32
     header = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0), 8)
@@ -149,7 +188,7 @@ def user_namespace(first: int, count: int) -> int:
     """
     top = (ctypes.addressof(_stack) + len(_stack)) & ~0xF
     LIBC.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    pid = check(LIBC.clone(ctypes.cast(LIBC.pause, ctypes.c_void_p), top, NEWUSER | CLONE_VM | SIGCHLD, None), "clone")
+    pid = check(LIBC.clone(ctypes.cast(LIBC.pause, ctypes.c_void_p), top, NEWUSER | CLONE_VM, None), "clone")
     try:
         for name in ("uid_map", "gid_map"):
             fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | CLOEXEC)
@@ -160,7 +199,7 @@ def user_namespace(first: int, count: int) -> int:
         return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | CLOEXEC)
     finally:
         os.kill(pid, 9)
-        os.waitpid(pid, 0)
+        os.waitpid(pid, ANY_CHILD)
 
 
 def ended_children() -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -72,9 +73,9 @@ def processor_seconds() -> float:
 
 
 def stop_all(stopped: bool) -> bool:
-    """Stop or continue every program by signal; True when all are stopped."""
+    """Stop or continue every program by signal; True when all are stopped. A busy host takes its time to deliver: seconds are waited."""
     number = signal.SIGSTOP if stopped else signal.SIGCONT
-    for _ in range(50):
+    for turn in range(200):
         try:
             os.kill(-1, number)
         except ProcessLookupError:
@@ -84,4 +85,5 @@ def stop_all(stopped: bool) -> bool:
         states = [first_line(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] for pid in pids()]
         if all(state in ([b"T"], [b"t"], [b"Z"], []) for state in states):
             return True
+        time.sleep(min(0.0002 * turn, 0.02))
     return False

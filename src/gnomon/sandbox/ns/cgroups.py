@@ -7,12 +7,18 @@ that were opened before privileges were given up; on version 1 through `tasks`, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 
 ROOT = "/sys/fs/cgroup"
 FREEZE_SECONDS = 5.0
 """How long programs that fork without end may take to stand still."""
+
+LOOKS = 50
+FREEZER = ("freezer.state", "cgroup.freeze")
+VALUES = (("THAWED", "FROZEN"), ("0", "1"))
+"""By version: the file that freezes, and what goes into it."""
 
 WANTED = ("memory", "pids", "cpu", "cpuacct", "freezer")
 PREFIX = "gnomon-"
@@ -29,8 +35,13 @@ def write(path: str, text: str) -> None:
 
 def read(path: str) -> str:
     """What a control file says."""
-    with open(path, encoding="ascii", errors="replace") as file:
-        return file.read()
+    fd, text = os.open(path, os.O_RDONLY | os.O_CLOEXEC), b""
+    try:
+        while data := os.read(fd, 1 << 16):
+            text += data
+    finally:
+        os.close(fd)
+    return text.decode("ascii", "replace")
 
 
 def own_groups() -> dict[str, str]:
@@ -68,10 +79,16 @@ def remove(folder: str, attempts: int = 500) -> bool:
         if attempt:
             time.sleep(0.002)
         try:
-            for name in os.listdir(folder):
-                if os.path.isdir(os.path.join(folder, name)):
-                    remove(os.path.join(folder, name), 1)
-            os.rmdir(folder)
+            try:
+                os.rmdir(folder)  # most have none below them, and to look at every control file takes longer than all the rest
+            except OSError as error:
+                if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+                    raise
+                with os.scandir(folder) as entries:
+                    below = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+                for path in below:
+                    remove(path, 1)
+                os.rmdir(folder)
             return True
         except FileNotFoundError:
             return True
@@ -102,10 +119,26 @@ def sweep(own: dict[str, str]) -> int:
 def thaw(folder: str) -> None:
     """Let the groups below a folder go on, as far as this process may."""
     for inside, _, files in os.walk(folder):
-        for name, value in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+        for name, values in zip(FREEZER, VALUES, strict=True):
             if name in files:
                 with contextlib.suppress(OSError):
-                    write(os.path.join(inside, name), value)
+                    write(os.path.join(inside, name), values[False])
+
+
+def stand_still(folder: str, unified: bool, frozen: bool) -> bool:
+    """Stop or continue what is in a group; whether it stands, or runs, after a moment. Most do as soon as they are let run."""
+    write(os.path.join(folder, FREEZER[unified]), VALUES[unified][frozen])
+    for _ in range(LOOKS):
+        if stands_still(folder, unified, frozen):
+            return True
+        os.sched_yield()
+    return False
+
+
+def stands_still(folder: str, unified: bool, frozen: bool) -> bool:
+    """Whether all of a group stand still, or none has to."""
+    state = read(os.path.join(folder, "cgroup.events" if unified else FREEZER[unified]))
+    return f"frozen {int(frozen)}" in state if unified else state.strip() == VALUES[unified][frozen]
 
 
 class Cgroups:
@@ -167,7 +200,8 @@ class Cgroups:
                 os.mkdir(folder)
             group.limit("memory", "memory.limit_in_bytes", "memory.max", str(memory))
             group.limit("memory", "memory.memsw.limit_in_bytes", "memory.swap.max", str(memory), "0", optional=True)
-            group.limit("memory", "memory.oom.group", "memory.oom.group", "0", optional=True)
+            if group.is_unified("memory"):
+                group.limit("memory", "", "memory.oom.group", "0", optional=True)
             group.limit("cpu", "cpu.cfs_quota_us", "cpu.max", str(cpus_percent * 1000), f"{cpus_percent * 1000} 100000")
             group.limit("pids", "pids.max", "pids.max", str(processes))
             group.open()
@@ -175,6 +209,12 @@ class Cgroups:
             group.remove()
             raise
         return group
+
+    @property
+    def freezer(self) -> tuple[str, bool]:
+        """Where the groups that can be frozen are, empty if nowhere, and whether that is on the unified hierarchy."""
+        folder = self.folders.get("freezer", "")
+        return folder, bool(self.unified) and folder == self.unified
 
     def close(self) -> None:
         """Remove the groups above those of the sandboxes."""
@@ -217,24 +257,25 @@ class Group:
 
     def freeze(self, frozen: bool) -> bool:
         """Stop or continue every program of the group; False where there is no freezer. A group that does not stand still goes on."""
-        folder = self.path("freezer")
+        folder, unified = self.path("freezer"), self.is_unified("freezer")
         if not folder:
             return False
-        unified = self.is_unified("freezer")
-        name, values = ("cgroup.freeze", ("0", "1")) if unified else ("freezer.state", ("THAWED", "FROZEN"))
-        write(os.path.join(folder, name), values[frozen])
-        limit, looks = time.monotonic() + FREEZE_SECONDS, 0
+        limit = time.monotonic() + FREEZE_SECONDS
+        if stand_still(folder, unified, frozen):
+            return True
         while time.monotonic() < limit:
-            state = read(os.path.join(folder, "cgroup.events" if unified else name))
-            if (f"frozen {int(frozen)}" in state) if unified else (state.strip() == values[frozen]):
+            time.sleep(0.0005)
+            if stands_still(folder, unified, frozen):
                 return True
-            looks += 1
-            if looks < 50:  # most stand still as soon as they are let run
-                os.sched_yield()
-            else:
-                time.sleep(0.0005)
-        write(os.path.join(folder, name), values[False])
+        self.thaw()
         raise OSError(f"{self.name} does not {'freeze' if frozen else 'thaw'}")
+
+    def thaw(self) -> None:
+        """Let the programs go on, without waiting until they do."""
+        folder, unified = self.path("freezer"), self.is_unified("freezer")
+        if folder:
+            with contextlib.suppress(OSError):
+                write(os.path.join(folder, FREEZER[unified]), VALUES[unified][False])
 
     def count(self) -> tuple[int, int, int]:
         """Memory in bytes, number of processes, processor time in microseconds; -1 for what is not counted."""

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from gnomon.errors import SandboxError, SandboxLost
 from gnomon.sandbox.ns import wire
 
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
+"""Less than what the C library gets from the kernel anew for each read."""
 MAX_QUEUED = 1 << 20
 
 

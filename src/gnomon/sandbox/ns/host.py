@@ -14,10 +14,10 @@ from pathlib import Path
 
 import gnomon
 from gnomon.errors import CapacityError, SandboxError, SandboxLost, Unsupported
-from gnomon.sandbox.ns import wire
+from gnomon.sandbox.ns import cgroups, wire
 from gnomon.sandbox.ns.channel import Channel, Refused
 
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 CODE = "import sys; sys.path.insert(0, {!r}); from gnomon.sandbox.ns.zygote import main; main()"
 REMEDY = ("unprivileged user namespaces may be switched off: see `sysctl kernel.unprivileged_userns_clone`, "
@@ -44,6 +44,7 @@ class Zygote:
         self.channel: Channel
         self.rootless = os.geteuid() != 0
         self.controllers: frozenset[str] = frozenset()
+        self.freezer, self.unified = "", False
         self.notes: tuple[str, ...] = ()
         self.needs: Counter[str] = Counter()
 
@@ -75,9 +76,10 @@ class Zygote:
             await self.close()
             reason = str(error) or f"no answer in {START_SECONDS:g} s"
             raise Unsupported(f"namespaces cannot be used here: {reason}; {REMEDY}") from None
-        self.rootless = bool(numbers[0])
+        self.rootless, self.unified = bool(numbers[0]), bool(numbers[1])
         self.controllers = frozenset(strings[0].decode().split(",")) - {""}
-        self.notes = tuple(note.decode("utf-8", "replace") for note in strings[1:])
+        self.freezer = strings[1].decode()
+        self.notes = tuple(note.decode("utf-8", "replace") for note in strings[2:])
 
     async def ask(self, kind: int, numbers: Sequence[int] = (), *names: str, doing: str) -> tuple[int, ...]:
         """One request; raises `SandboxLost` when it is dead, `CapacityError` or `SandboxError` when it refuses."""
@@ -98,6 +100,15 @@ class Zygote:
             raise explained(error, "creating a sandbox") from None
         finally:
             channel.calls.pop(call, None)
+
+    async def freeze(self, name: str, frozen: bool) -> None:
+        """Stop or continue the programs of a sandbox: directly, and by the zygote, which has patience, where that is not done at once."""
+        try:
+            done = bool(self.freezer) and cgroups.stand_still(f"{self.freezer}/{name}", self.unified, frozen)
+        except OSError:
+            done = False
+        if not done or self.channel.closed:
+            await self.ask(wire.FREEZE if frozen else wire.THAW, (), name, doing=f"{'freezing' if frozen else 'thawing'} {name}")
 
     def need(self, layers: Iterable[str]) -> None:
         """Count one more use of layers that the zygote keeps, the writable one of a sandbox by its owner included."""

@@ -256,7 +256,7 @@ class Machine:
     async def _freeze(self) -> None:
         channel = self._awake()
         if "freezer" in self.zygote.controllers:
-            await self.zygote.ask(wire.FREEZE, (), self.root.upper, doing=f"freezing {self.id}")
+            await self.zygote.freeze(self.root.upper, True)
         else:
             _, _, numbers, _ = await channel.request(wire.STOP_ALL)
             if numbers[:1] != (1,):
@@ -265,7 +265,7 @@ class Machine:
 
     async def _thaw(self) -> None:
         if "freezer" in self.zygote.controllers:
-            await self.zygote.ask(wire.THAW, (), self.root.upper, doing=f"thawing {self.id}")
+            await self.zygote.freeze(self.root.upper, False)
         else:
             await self.channel.request(wire.CONTINUE_ALL)
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 
-from gnomon.sandbox.ns import calls
+from gnomon.sandbox.ns import calls, cgroups
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2", "ptmx": "pts/ptmx"}
-READ_ONLY = ("sys", "bus", "fs", "irq", "driver", "tty")
-HIDDEN_FILES = ("kcore", "keys", "key-users", "timer_list", "sysrq-trigger", "config.gz", "cmdline", "kpagecount", "kpageflags",
-                "kpagecgroup", "sched_debug", "latency_stats", "kallsyms", "kmsg", "vmallocinfo", "slabinfo", "iomem", "ioports",
-                "mtrr")  # fmt: skip
-HIDDEN_FOLDERS = ("acpi", "scsi", "asound")
+READ_ONLY = [b"/new/proc/%s" % name for name in b"sys bus fs irq driver tty".split()]
+HIDDEN_FILES = [b"/new/proc/%s" % name for name in
+                b"kcore keys key-users timer_list sysrq-trigger config.gz cmdline kpagecount kpageflags kpagecgroup sched_debug "
+                b"latency_stats kallsyms kmsg vmallocinfo slabinfo iomem ioports mtrr".split()]  # fmt: skip
+HIDDEN_FOLDERS = [b"/new/proc/%s" % name for name in b"acpi scsi asound".split()]
 MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 MAX_LAYERS = 500
 WORKSHOPS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
@@ -101,6 +101,7 @@ class Root:
         self.layers: list[int] = []
         self.upper = self.host = -1
         self.binds: list[tuple[str, int]] = []
+        self.open: list[int] = []
 
     def _copy(self, path: str, read_only: bool) -> int:
         try:
@@ -108,6 +109,7 @@ class Root:
         except OSError:  # without privileges on the host, mounts below must come along
             fd = calls.open_tree(path, recursive=True)
         attributes = calls.ATTR_NOSUID | calls.ATTR_NODEV | (calls.ATTR_RDONLY if read_only else 0)
+        self.open.append(fd)
         if self.users > 0:
             calls.mount_attributes(fd, attributes | calls.ATTR_IDMAP, self.users)
         else:
@@ -125,6 +127,11 @@ class Root:
             for name in MERGED:
                 if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}"):
                     self.binds.append((name, self._copy(f"/{name}", True)))
+
+    def close(self) -> None:
+        """Let the copies go; what has been attached stays."""
+        while self.open:
+            os.close(self.open.pop())
 
     def attach(self, owner: int) -> None:
         """Attach them in the new namespace, lay the layers over each other and make the result the root. `owner` is the sandbox's root."""
@@ -144,6 +151,7 @@ class Root:
                 calls.prctl(calls.PR_SECUREBITS, 0)
         for name, fd in self.binds:
             calls.move_mount(fd, f"/new/{name}")
+        self.close()
 
     def _overlays(self) -> None:
         os.chdir("/layers")
@@ -169,19 +177,11 @@ class Root:
         calls.mount("devpts", "/new/dev/pts", "devpts", calls.NOSUID | calls.NOEXEC, "newinstance,ptmxmode=0666,mode=0620")
         calls.mount("/upper/shm", "/new/dev/shm", flags=calls.BIND)
         calls.mount("proc", "/new/proc", "proc", calls.NOSUID | calls.NODEV | calls.NOEXEC)
-        with open("/new/proc/sys/net/ipv4/ip_unprivileged_port_start", "wb") as file:
-            file.write(b"0")
-        for name in READ_ONLY:
-            path = f"/new/proc/{name}"
-            if os.path.isdir(path):
-                calls.mount(path, path, flags=calls.BIND | calls.REC)
-                calls.mount("", path, flags=calls.REMOUNT | calls.BIND | calls.RDONLY | QUIET | calls.NOEXEC)
-        for name in HIDDEN_FILES:
-            if os.path.exists(f"/new/proc/{name}"):
-                calls.mount("/dev/null", f"/new/proc/{name}", flags=calls.BIND)
-        for name in HIDDEN_FOLDERS:
-            if os.path.isdir(f"/new/proc/{name}"):
-                calls.mount("/empty", f"/new/proc/{name}", flags=calls.BIND)
-                calls.mount("", f"/new/proc/{name}", flags=calls.REMOUNT | calls.BIND | calls.RDONLY | QUIET)
+        cgroups.write("/new/proc/sys/net/ipv4/ip_unprivileged_port_start", "0")
+        for path in calls.bind_over(b"", READ_ONLY):
+            calls.mount("", path.decode(), flags=calls.REMOUNT | calls.BIND | calls.RDONLY | QUIET | calls.NOEXEC)
+        calls.bind_over(b"/dev/null", HIDDEN_FILES)
+        for path in calls.bind_over(b"/empty", HIDDEN_FOLDERS):
+            calls.mount("", path.decode(), flags=calls.REMOUNT | calls.BIND | calls.RDONLY | QUIET)
         os.chdir("/new")
         calls.pivot_here()

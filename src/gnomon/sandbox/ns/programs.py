@@ -13,7 +13,7 @@ import resource
 import signal
 import time
 
-from gnomon.sandbox.ns import calls, wire
+from gnomon.sandbox.ns import calls, launch, wire
 
 LINGER_SECONDS = 0.05
 PIPE_BYTES = 1 << 20
@@ -138,20 +138,21 @@ class Start:
         self.found: User | None = None
 
 
-def spawn(start: Start, joins: list[int], processes: int) -> tuple[int, int, int, int]:
-    """Fork and run; the process, and our ends of its input, output and error."""
+def spawn(start: Start, step: int, joins: list[int], processes: int) -> tuple[int, int, int, int]:
+    """Run, through the `step` where that goes, else by a fork; the process, and our ends of its input, output and error."""
     with contextlib.suppress(KeyError):
         start.found = find_user(start.user)
     ends: list[int] = []
     try:
         for _ in range(3):
             ends.extend(os.pipe())
-        pid = os.fork()
+        pid = launched(start, step, (ends[0], ends[3], ends[5]), joins, processes)
+        fresh = 0 if pid else os.fork()
     except OSError:
         for fd in ends:
             os.close(fd)
         raise
-    if pid == 0:
+    if pid == 0 and fresh == 0:
         try:
             become_program(start, (ends[0], ends[3], ends[5]), joins, processes)
         finally:
@@ -160,7 +161,16 @@ def spawn(start: Start, joins: list[int], processes: int) -> tuple[int, int, int
         os.close(fd)
     for fd in (ends[1], ends[2], ends[4]):
         os.set_blocking(fd, False)
-    return pid, ends[1], ends[2], ends[4]
+    return pid or fresh, ends[1], ends[2], ends[4]
+
+
+def launched(start: Start, step: int, pipes: tuple[int, int, int], joins: list[int], processes: int) -> int:
+    """The process of a program of root's that the step becomes; 0 for what a fork must do, which also says what is wrong."""
+    if start.found is None or start.found[:2] != (0, 0):
+        return 0
+    home = start.found[2].encode()
+    env = {b"HOME": home, b"USER": start.user.encode(), **start.env}
+    return launch.start(step, start.argv, env, start.cwd or home, pipes, joins, processes)
 
 
 def become_program(start: Start, pipes: tuple[int, int, int], joins: list[int], processes: int) -> None:

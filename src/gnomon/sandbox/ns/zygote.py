@@ -10,25 +10,49 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import select
 import signal
 import socket
+import struct
 import sys
 
-from gnomon.sandbox.ns import agent, birth, calls, cgroups, layers, mounts, seccomp, skeleton, users, wire
+from gnomon.sandbox.ns import agent, birth, calls, cgroups, launch, layers, mounts, seccomp, skeleton, users, wire
 
 MAX_REQUEST = 1 << 18
+SPARE_FILES = 128
+"""Descriptors that are left for what cannot do without: mounts of sandboxes are held as long as there are more."""
 
 
 class Box:
     """A sandbox as the zygote knows it: its first process (0 once that has ended), its group, its writable layer."""
 
-    __slots__ = ("group", "owner", "pid", "upper", "waiting")
+    __slots__ = ("group", "mounts", "owner", "pid", "upper", "waiting")
 
     def __init__(self, upper: str) -> None:
-        self.upper, self.pid, self.owner = upper, 0, 0
+        self.upper, self.pid, self.owner, self.mounts = upper, 0, 0, -1
         self.group: cgroups.Group | None = None
         self.waiting: list[tuple[int, bool]] = []
+
+    def hold_mounts(self) -> None:
+        """Keep the mounts that this process is in now until all is over: whoever waits for the end need not wait for theirs."""
+        held = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        if held > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
+            os.close(held)
+        else:
+            self.mounts = held
+
+    def let_mounts_go(self) -> None:
+        """Once nothing runs in them they go with this."""
+        if self.mounts >= 0:
+            os.close(self.mounts)
+            self.mounts = -1
+
+    def strike(self) -> None:
+        """Kill the first process, and with it all others; what is frozen must go on to die."""
+        os.kill(self.pid, signal.SIGKILL)
+        if self.group is not None:
+            self.group.thaw()
 
 
 class Zygote:
@@ -50,20 +74,26 @@ class Zygote:
         else:
             calls.unshare(calls.NEWNS)
         self.ranges = users.Ranges(() if self.rootless else users.PLACES)
+        self.spare: tuple[int, int] | None = None
+        self.frame = bytearray(MAX_REQUEST)
         self.pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.folder = mounts.workshop(avoid)
+        self.home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         os.mkdir(f"{self.folder}/base")
         os.mkdir(f"{self.folder}/skeleton")
         base = mounts.make_base(f"{self.folder}/base")
         skeleton.make(f"{self.folder}/skeleton", self.rootless)
         self.counted = "memory" in self.groups.folders
+        calls.last_capability()  # known before the first fork
         code = seccomp.program(calls.MACHINE, self.counted)
-        self.place = birth.Place(base, self.rootless, self.folder, code)
+        self.place = birth.Place(base, self.rootless, self.folder, code, launch.prepare())
 
     def hello(self) -> bytes:
-        """What this machine can do: rootless, controllers by name, and why others are missing."""
+        """What this machine can do: rootless, controllers by name, where the freezer is, and why others are missing."""
         names = ",".join(sorted(self.groups.folders)).encode()
-        return wire.pack(wire.HELLO, 0, (int(self.rootless),), (names, *[note.encode()[:500] for note in self.groups.notes]))
+        freezer, unified = self.groups.freezer
+        notes = [note.encode()[:500] for note in self.groups.notes]
+        return wire.pack(wire.HELLO, 0, (int(self.rootless), int(unified)), (names, freezer.encode(), *notes))
 
     def reply(self, frame: bytes) -> None:
         """Answer; an owner that is gone is noticed elsewhere."""
@@ -84,44 +114,67 @@ class Zygote:
             box = self.boxes[order.name] = Box(mounts.make_upper(self.folder, order.name, order.disk, order.inodes))
             if order.host:
                 os.mkdir(f"{box.upper}/upper/usr", 0o755)
-        space = 0
         try:
             order.upper = box.upper
             order.layers = [self.layer(name) for name in order.layers]
             if self.groups.folders:
                 box.group = self.groups.make(order.name, order.memory, order.cpus_percent, order.processes)
-            if not self.rootless:
-                box.owner = self.ranges.take()
-                space = calls.user_namespace(box.owner, users.USERS)
-            calls.unshare(calls.NEWPID)
-            box.pid = os.fork()
-            if box.pid == 0:
-                self.child(order, box, space, control)
+            self.bear(order, box, control)
         except BaseException:
             if fresh:
                 self.clear(order.name)
+            else:
+                self.release(box)
             raise
-        finally:
-            if space:
-                os.close(space)
-            calls.setns(self.pids, calls.NEWPID)
+        self.reply(wire.pack(wire.OK, call, (0 if self.rootless else box.pid,)))  # an ordinary user's has its own process list
         if box.group is not None:
             box.group.close_joins()
-        self.reply(wire.pack(wire.OK, call, (0 if self.rootless else box.pid,)))  # an ordinary user's has its own process list
+        with contextlib.suppress(OSError):  # who asks next is told why
+            self.make_users()
 
-    def child(self, order: birth.Order, box: Box, space: int, control: int) -> None:
+    def bear(self, order: birth.Order, box: Box, control: int) -> None:
+        """Fork, in the mounts and the process list of the new sandbox, and come back."""
+        space, root = 0, None
+        try:
+            if not self.rootless:
+                self.make_users()
+                (box.owner, space), self.spare = self.spare or (0, 0), None
+            root = birth.prepare(self.place, order, space)
+            box.hold_mounts()
+            calls.unshare(calls.NEWPID)
+            box.pid = os.fork()
+            if box.pid == 0:
+                self.child(order, box, root, control)
+        finally:
+            calls.setns(self.pids, calls.NEWPID)
+            calls.setns(self.home, calls.NEWNS)
+            if space:
+                os.close(space)
+            if root is not None:
+                root.close()
+
+    def make_users(self) -> None:
+        """Have the users of the next sandbox ready: they are made while nobody waits."""
+        if self.spare is None and not self.rootless:
+            first = self.ranges.take()
+            try:
+                self.spare = first, calls.user_namespace(first, users.USERS)
+            except OSError:
+                self.ranges.give(first)
+                raise
+
+    def child(self, order: birth.Order, box: Box, root: mounts.Root, control: int) -> None:
         """In the new process: become the sandbox, serve, and never return."""
         joins = box.group.joins if box.group is not None else []
         try:
             calls.prctl(calls.PR_PDEATHSIG, signal.SIGKILL)  # and again at the end: a change of user takes it back
             signal.set_wakeup_fd(-1)
             calls.name_process("gnomon-agent")
-            kept = sorted({0, 1, 2, control, space, self.place.base, *joins})
-            close_others(kept)
-            birth.become(self.place, order, space, box.owner, self.counted)
-            for fd in {space, self.place.base} - {0}:
-                os.close(fd)
-            agent.Agent(control, joins, 0 if self.counted else order.memory, order.processes, order.workdir).serve()
+            calls.close_others(sorted({0, 1, 2, control, root.users, *root.open, *joins, max(0, self.place.step)}))
+            birth.become(self.place, order, root, box.owner, self.counted)
+            if root.users:
+                os.close(root.users)
+            agent.Agent(control, joins, self.place.step, 0 if self.counted else order.memory, order.processes, order.workdir).serve()
         except BaseException as error:  # noqa: BLE001 - the host must hear of it, whatever it is
             try:
                 text = f"{type(error).__name__}: {error}"
@@ -141,16 +194,22 @@ class Zygote:
             self.reply(wire.pack(wire.OK, call))
         else:
             box.waiting.append((call, keep))
-            os.kill(box.pid, signal.SIGKILL)
+            box.strike()
 
     def clear(self, name: str) -> None:
-        """Give back the group and the files of a sandbox without processes."""
+        """Give back all that a sandbox without processes has."""
         box = self.boxes.pop(name, None)
         if box is not None:
-            self.free_users(box)
-            if box.group is not None:
-                box.group.remove()
+            self.release(box)
             mounts.drop_upper(box.upper)
+
+    def release(self, box: Box) -> None:
+        """Give back what a sandbox without processes has beside its files."""
+        box.let_mounts_go()
+        self.free_users(box)
+        group, box.group = box.group, None
+        if group is not None:
+            group.remove()
 
     def free_users(self, box: Box) -> None:
         """Its processes have ended, so its users are free: files that stay have no owner but those of the image."""
@@ -170,19 +229,20 @@ class Zygote:
                     self.ended(name, box)
 
     def ended(self, name: str, box: Box) -> None:
-        """A sandbox has no processes any more; its files stay if somebody asked for that."""
+        """A sandbox has no processes any more; its files stay if somebody asked for that.
+
+        The answer goes first: what follows takes as long again, and nobody sees it. Its mounts are held until here for that.
+        """
         box.pid = 0
-        self.free_users(box)
         waiting, box.waiting = box.waiting, []
-        group, box.group = box.group, None
-        if not waiting or not all(keep for _, keep in waiting):
-            self.clear(name)
         for call, _ in waiting:
             self.reply(wire.pack(wire.OK, call))
         if not waiting:
             self.reply(wire.pack(wire.GONE, 0, (), (name.encode(),)))
-        if group is not None:
-            group.remove()
+        if not waiting or not all(keep for _, keep in waiting):
+            self.clear(name)
+        else:
+            self.release(box)
 
     def copy(self, call: int, numbers: tuple[int, ...], source: str, target: str) -> None:
         """Copy a writable layer in a process of its own: into the workshop as a new layer, or to a folder of the host."""
@@ -197,6 +257,7 @@ class Zygote:
             try:
                 calls.prctl(calls.PR_PDEATHSIG, signal.SIGKILL)
                 calls.name_process("gnomon-copy")
+                calls.close_others([0, 1, 2])
                 layers.copy_tree(self.layer(source), folder)
                 code = 0
             except OSError as error:
@@ -239,12 +300,13 @@ class Zygote:
     def turn(self) -> bool:
         """Take one request; False when the owner is gone."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.control, MAX_REQUEST, 4, socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, _, _ = self.control.recvmsg_into([self.frame], socket.CMSG_LEN(4 * 4), socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return True
-        if not data:
+        if not size:
             return False
-        frame = wire.unpack(data)
+        fds = [fd for _, _, content in ancillary for (fd,) in struct.iter_unpack("i", content[: len(content) & ~3])]
+        frame = wire.unpack(bytes(memoryview(self.frame)[:size]))
         try:
             self.request(frame, fds)
         except (OSError, KeyError, ValueError) as error:
@@ -281,7 +343,7 @@ class Zygote:
         """End every sandbox and give everything back."""
         for box in self.boxes.values():
             if box.pid:
-                os.kill(box.pid, signal.SIGKILL)
+                box.strike()
         while any(box.pid for box in self.boxes.values()):
             pid, _ = os.waitpid(-1, 0)
             for box in self.boxes.values():
@@ -290,15 +352,6 @@ class Zygote:
         for name in list(self.boxes):
             self.clear(name)
         self.groups.close()
-
-
-def close_others(kept: list[int]) -> None:
-    """Close every descriptor but these."""
-    start = 0
-    for fd in [*kept, 1 << 30]:
-        if fd > start:
-            calls.raw("close_range", start, fd - 1, 0)
-        start = fd + 1
 
 
 def stand_in() -> None:
@@ -324,6 +377,8 @@ def main() -> None:
     owner, avoid = int(sys.argv[2]), sys.argv[3]
     calls.name_process("gnomon-zygote")
     calls.prctl(calls.PR_SUBREAPER, 1)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         zygote = Zygote(control, owner, avoid)
     except Exception as error:  # noqa: BLE001 - the owner sees no traceback
