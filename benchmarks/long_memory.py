@@ -76,7 +76,7 @@ def forward(tokens: int, preset: str) -> dict[str, float]:
                           slots=torch.zeros(1, dtype=torch.int64), pages=pages)
 
     last, size = rows((tokens - 1) // PIECE * PIECE), ctypes.c_int64()
-    call = _call(last, last.last_rows(), torch.empty(model.structure.kda_layers, 0, model._record_width))
+    call = _call(last, last.last_rows(), torch.empty(model.structure.kda_layers, 0, model._record_width), None)
     native.library().gnomon_model_arena(model._address, ctypes.addressof(call), len(last.tokens), ctypes.addressof(size))
     predicted = config.num_parameters() * 4 + config.kv_bytes_per_token(4) * tokens + config.state_bytes() + size.value
     pool = model.new_pool(1, tokens)

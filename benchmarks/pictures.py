@@ -1,8 +1,9 @@
 """Does a small model learn to see from scratch, and what does that cost its text?
 
-The recipe `pictures` is trained, and its twin on as much text without pictures, one after the other; both go on where they stopped. Shown
-are the shares of held-out pictures that are answered right to the last letter, by step and at the end, and the loss on held-out text of
-both. Targets: lines of twelve letters and scenes at 90 %, text within 2 % of the twin's. A figure shows how reading grew.
+The recipe `pictures` is trained, then its twin: the same text model without an eye, by the same optimiser with the same course of its rate,
+on as many tokens of the same text, 512 a step (the recipe has about as many a step over the run), and nothing else. Both go on where they
+stopped. Shown are the shares of held-out pictures that are answered right to the last letter, by step and at the end, and the loss on
+held-out text of both. Targets: lines of twelve letters and scenes at 90 %, text within 2 % of the twin's. A figure shows how reading grew.
 
 `python benchmarks/pictures.py [--out runs/see] [--threads 1]`
 `python benchmarks/pictures.py --done runs/pictures runs/pictures-text [--seconds 1300 300]`      # of runs that are there already
@@ -23,7 +24,7 @@ from gnomon.train.recipe import load
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "pictures.toml"
-TWIN = ("model.vision=none", "data.sources=[{max_bytes=12000000}]", "batch_tokens=512", "stages=[{context=512,tokens=892000}]")
+TWIN = ("model.vision=none", "data.sources=[{max_bytes=12000000,pieces=256}]", "batch_tokens=512")
 """What the twin changes: one row a step, until it has seen as much text. It gets the run's tokenizer besides, so that losses compare."""
 
 TARGET, LEVEL = 0.9, 0.02
@@ -36,14 +37,29 @@ def trained(folder: Path, changes: tuple[str, ...]) -> float:
     return time.process_time() - began
 
 
+def text_tokens(folder: Path) -> int:
+    """Tokens of text that a finished run of the recipe has seen: its first source is the text, and shares of tokens are exact."""
+    stages, seen, before = load(folder / "recipe.toml").stages, 0.0, 0
+    for row in rows(folder):
+        weights = stages[row["stage"]].weights or (1.0,)
+        seen, before = seen + (row["tokens"] - before) * weights[0] / sum(weights), row["tokens"]
+    return round(seen)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of a run, step by step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def result(folder: Path) -> dict[str, Any]:
     """What a finished run says of held-out text and pictures, and its evaluations on the way."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = rows(folder)
     last = json.loads((folder / "held_out.json").read_text(encoding="utf-8"))[0]
     points = [{"step": row["step"], "held_out_loss": row["held_out_loss"],
                **{name.removeprefix("pictures_"): share for name, share in row.items() if name.startswith("pictures_")}}
-              for row in rows if "held_out_loss" in row]
-    return {"steps": rows[-1]["step"], "tokens": rows[-1]["tokens"], "held_out_loss": last["loss"], "bits_per_byte": last["bits_per_byte"],
+              for row in steps if "held_out_loss" in row]
+    return {"steps": steps[-1]["step"], "tokens": steps[-1]["tokens"], "text_tokens": text_tokens(folder),
+            "held_out_loss": last["loss"], "bits_per_byte": last["bits_per_byte"],
             "pictures": {kind: {"right": share, "asked": asked} for kind, (share, asked) in last["pictures"].items()}, "points": points}
 
 
@@ -75,8 +91,9 @@ def main() -> None:
     folders = parsed.done or (parsed.out / "pictures", parsed.out / "text")
     seconds = parsed.seconds or (None, None)
     if not parsed.done:
-        twin = (*TWIN, f"data.tokenizer={folders[0] / 'tokenizer'}")
-        seconds = tuple(trained(folder, changes) for folder, changes in zip(folders, ((), twin), strict=True))
+        first = trained(folders[0], ())
+        twin = (*TWIN, f"data.tokenizer={folders[0] / 'tokenizer'}", f"stages=[{{context=512,tokens={text_tokens(folders[0])}}}]")
+        seconds = (first, trained(folders[1], twin))
     found = {name: result(folder) | {"processor_seconds": taken}
              for name, folder, taken in zip(("pictures", "text"), folders, seconds, strict=True)}
     for kind, end in found["pictures"]["pictures"].items():

@@ -9,7 +9,7 @@ import torch
 
 from gnomon.data.mixture import Item, Mixture, ShuffledDocuments, State
 from gnomon.data.packing import Batch, PackedBatches, one_pass
-from gnomon.data.shards import Shards
+from gnomon.data.shards import Pieces, Shards
 from gnomon.errors import CheckpointError, ConfigError, DataError
 
 
@@ -136,6 +136,20 @@ def test_every_document_once_per_epoch_in_a_new_order(tmp_path: Path) -> None:
     assert len({tuple(epoch) for epoch in [*epochs, list(range(200))]}) == 4
     other = ShuffledDocuments(make_shards(tmp_path, [3] * 200), seed=6)
     assert [int(other.next_item().tokens[0]) // 1000 for _ in range(200)] != epochs[0]
+
+
+def test_pieces_are_shuffled_one_by_one_and_lose_no_target(tmp_path: Path) -> None:
+    lengths = [2, 6, 7, 8, 40, 13]
+    shards = make_shards(tmp_path, lengths)
+    pieces = Pieces(shards, 6)
+    assert len(pieces) == 1 + 1 + 1 + 2 + 7 + 2 and pieces.lengths.max() == 7 and pieces.lengths.min() == 2
+    source = ShuffledDocuments(pieces, seed=3)
+    items = [source.next_item().tokens.tolist() for _ in range(len(pieces))]
+    pairs = sorted(pair for item in items for pair in zip(item, item[1:], strict=False))
+    assert pairs == sorted((1000 * i + n, 1000 * i + n + 1) for i, length in enumerate(lengths) for n in range(length - 1))
+    places = [index for index, item in enumerate(items) if item[0] // 1000 == 4]
+    assert places != list(range(places[0], places[0] + 7))
+    assert source.state()["fingerprint"] != ShuffledDocuments(shards, seed=3).state()["fingerprint"]
 
 
 def test_the_order_never_changes_between_versions(tmp_path: Path) -> None:

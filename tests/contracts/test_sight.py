@@ -21,14 +21,16 @@ from gnomon.data.chat import chat_format
 from gnomon.data.dialects.asked import Refused
 from gnomon.data.images import prepare
 from gnomon.data.messages import Conversation, Image, Message, Text
+from gnomon.data.picture_tasks import KINDS
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import CheckpointError, ConfigError
 from gnomon.kernels import native
 from gnomon.model.inference import InferenceModel
 from gnomon.model.multimodal import Eye, Multimodal, load_eye, save_multimodal
 from gnomon.model.parts import VisionConfig
-from gnomon.serve import seeing
+from gnomon.serve import demonstration, seeing
 from gnomon.serve.assembly import service_of
+from gnomon.serve.demonstration import describe
 from gnomon.serve.engine import Engine, EngineSettings
 from gnomon.serve.load import Loaded, load
 from gnomon.serve.pages import Memory
@@ -147,6 +149,19 @@ def test_the_cache_knows_a_picture_by_what_it_shows(runner: Runner, network: Mul
     fresh = run(Engine(runner, EngineSettings(memory_bytes=memory)), asked(eye, vocabulary, file(other))[0])["a"][0]
     assert said[3] == [event.id for event in fresh]
     eye.close()
+
+
+def test_a_described_picture_ends_where_the_answer_ends(runner: Runner, network: Multimodal, vocabulary: Tokenizer,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tour's answers: once the model says a token that ends answers, nothing more is said."""
+    monkeypatch.setattr(demonstration, "ANSWER_TOKENS", 8)
+    shown = KINDS["shape"](np.random.default_rng(0))
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: list(ids))
+    whole, = describe(runner, network.eye(), vocabulary, [shown])
+    stop = whole[2]
+    monkeypatch.setattr(Tokenizer, "stop_ids", (stop, vocabulary.eos_id))
+    short, = describe(runner, network.eye(), vocabulary, [shown])
+    assert [token for token in short if token != stop] == whole[: whole.index(stop)]
 
 
 def test_ids_of_images_come_from_their_content() -> None:

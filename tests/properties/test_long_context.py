@@ -88,7 +88,7 @@ def test_parts_of_an_answer_are_what_one_piece_decides(kind: str) -> None:
 def test_words_are_encoded_as_their_text(tokenizer: Tokenizer, kind: str, pieces: int, seed: int) -> None:
     task = draw(kind, pieces, np.random.default_rng(seed))
     for text in (*task.evidence, task.question, f" {task.answer}\n", "two  spaces, a 12 345 and\n  more - so ", ""):
-        assert by_word(tokenizer, text) == tokenizer.encode(text)
+        assert by_word(tokenizer, [text]) == [tokenizer.encode(text)]
 
 
 def test_a_thousand_words_are_different() -> None:
@@ -104,6 +104,24 @@ def test_ablation_removes_one_piece_and_nothing_else(tokenizer: Tokenizer, docum
             changed = np.flatnonzero(cut != sample.item.tokens)
             assert len(changed) and start <= changed[0] and changed[-1] < start + length
             assert placed.task.evidence[piece] not in tokenizer.decode(cut[: placed.answer[0]].tolist())
+
+
+@settings(max_examples=20)
+@given(tasks=st.integers(1, 3), index=st.integers(0, 2**40))
+def test_without_text_between_the_pieces_nothing_else_changes(
+    tokenizer: Tokenizer, documents: list[np.ndarray], tasks: int, index: int
+) -> None:
+    sample = LongContext(documents, tokenizer, LongConfig(tasks=tasks, strewn=False, learn="answers")).sample(index)
+    tokens, mask = sample.item.tokens, sample.item.loss_mask
+    pieces = sorted((start, length, text) for placed in sample.tasks
+                    for (start, length), text in zip(placed.evidence, placed.task.evidence, strict=True))
+    texts = [f"\n{text}\n" for *_, text in pieces]
+    for placed in sample.tasks:
+        texts.append(f"\nQuestion: {placed.task.question}\nAnswer: {placed.task.answer}\n")
+        start, length = placed.answer
+        assert tokenizer.decode(tokens[start : start + length].tolist()) == f" {placed.task.answer}\n"
+    assert tokenizer.decode(tokens[:-1].tolist()) == "".join(texts) and tokens[-1] == tokenizer.document_end_id
+    assert mask is not None and mask.sum() == sum(placed.answer[1] for placed in sample.tasks)
 
 
 def test_a_stream_resumes_from_its_number(tokenizer: Tokenizer, documents: list[np.ndarray]) -> None:

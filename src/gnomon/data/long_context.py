@@ -3,15 +3,15 @@
 A model that is given long documents learns to look nearby, for most of what predicts a token is near. So samples are built: ordinary text
 fills a window, the evidence of a few small tasks is strewn into it, and questions with their answers stand at the end, closed as a
 document is. Each task has evidence in every quarter of the window, so the first and the last piece are at least half a window apart. With
-`pictures` some of the evidence is to be read in pictures, and documents of pictures stand among the text. A sample is a function of seed
-and number alone: a run resumes by remembering one number. Read next: `long_tasks.py`, `mixture.py`.
+`pictures` some of the evidence is to be read in pictures, and documents of pictures stand among the text. With `strewn = false` nothing
+stands between the pieces, and the guarantees above do not hold: what to look for is learnt much faster from such short samples first. A
+sample is a function of seed and number alone: a run resumes by remembering one number. Read next: `long_tasks.py`, `mixture.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol
 
@@ -44,6 +44,7 @@ class LongConfig:
     pieces: tuple[int, int] = setting((4, 6), "fewest and most pieces of evidence of a task")
     kinds: tuple[str, ...] = setting(tuple(KINDS), "kinds of tasks, taken in turn by chance")
     learn: Literal["all", "answers"] = setting("all", "tokens that are learnt: all of the sample, or the answers alone")
+    strewn: bool = setting(True, "strew the evidence over a window of text; false: piece after piece, to learn from first")
     pictures: float = setting(0.0, "share of the pieces that are to be read in pictures; documents of pictures then stand in the text")
     seed: int = setting(0, "the same seed and number give the same sample")
 
@@ -119,6 +120,8 @@ class LongContext:
             raise DataError("there are no documents to fill long samples with")
         self.documents, self.tokenizer, self.config = documents, tokenizer, config
         self.index, self.window = 0, config.window or DEFAULT_WINDOW
+        self._bits = np.random.Philox(key=config.seed)
+        self._numbers, self._start = np.random.Generator(self._bits), self._bits.state
 
     def set_context(self, context: int) -> None:
         """Fill rows of so many tokens from the next sample on, unless the window was given."""
@@ -144,39 +147,47 @@ class LongContext:
 
     def sample(self, index: int) -> LongSample:
         """Sample number `index` at the present window."""
-        random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 0, index]))
+        random = self._random(0, index)
         config = self.config
-        kinds = random.integers(len(config.kinds), size=config.tasks).tolist()
-        counts = random.integers(config.pieces[0], config.pieces[1] + 1, size=config.tasks).tolist()
-        tasks = [draw(config.kinds[kind], count, random) for kind, count in zip(kinds, counts, strict=True)]
+        fewest, most = config.pieces
+        tasks = [draw(config.kinds[int(len(config.kinds) * kind)], fewest + int((most + 1 - fewest) * count), random)
+                 for kind, count in random.random((config.tasks, 2)).tolist()]
         evidence, tail, answers = self._encoded(tasks)
         strewn = [*evidence, *self._seen(tasks, evidence, random)]
-        body = self.window - len(tail)
-        places = self._places([[len(piece.tokens) for piece in pieces] for pieces in strewn], body, random)
-        tokens = self._filler(self.window, random)
-        ids, at, images = list(tail), list(range(body, self.window)), []
+        lengths = [[len(piece.tokens) for piece in pieces] for pieces in strewn]
+        body = self.window - len(tail) if config.strewn else sum(map(sum, lengths))
+        places = self._places(lengths, body, random) if config.strewn else _in_a_row(lengths, random)
+        tokens = self._filler(self.window, random) if config.strewn else np.empty(body + len(tail), np.int64)
+        tokens[body:] = tail
+        images: list[ImageAt] = []
         for pieces, starts in zip(strewn, places, strict=True):
             for piece, start in zip(pieces, starts, strict=True):
-                ids += piece.tokens
-                at += range(start, start + len(piece.tokens))
+                tokens[start : start + len(piece.tokens)] = piece.tokens
                 images += [image.moved(start) for image in piece.images]
-        tokens[at] = ids
         placed = tuple(
             Placed(task=task, evidence=tuple((start, len(piece.tokens)) for piece, start in zip(pieces, starts, strict=True)),
                    answer=(body + answer[0], answer[1]))
             for task, pieces, starts, answer in zip(tasks, evidence, places, answers, strict=False))
         images.sort(key=lambda image: image.start)
-        return LongSample(item=Item(tokens=tokens, loss_mask=self._mask(placed, images), whole=True, images=tuple(images)), tasks=placed)
+        mask = self._mask(len(tokens), placed, images)
+        return LongSample(item=Item(tokens=tokens, loss_mask=mask, whole=True, images=tuple(images)), tasks=placed)
 
     def without(self, index: int, task: int, piece: int) -> Item:
         """A sample with one piece of evidence overwritten by ordinary text: what a proof by ablation compares with."""
         sample = self.sample(index)
         start, length = sample.tasks[task].evidence[piece]
-        random = np.random.Generator(np.random.Philox(key=self.config.seed, counter=[0, 0, 1 + task * QUARTERS**3 + piece, index]))
+        random = self._random(1 + task * QUARTERS**3 + piece, index)
         tokens = sample.item.tokens.copy()
         tokens[start : start + length] = self._filler(length, random)
         left = tuple(image for image in sample.item.images if not start <= image.start < start + length)
         return replace(sample.item, tokens=tokens, images=left)
+
+    def _random(self, use: int, index: int) -> np.random.Generator:
+        """The numbers of a sample, as a new Philox(key=seed, counter=[0, 0, use, index]) gives them, which takes longer to make. They are
+        for one sample at a time."""
+        self._start["state"]["counter"][:] = 0, 0, use, index
+        self._bits.state = self._start
+        return self._numbers
 
     def _seen(self, tasks: Sequence[SubTask], evidence: list[list[_Piece]], random: np.random.Generator) -> list[list[_Piece]]:
         """Puts pictures in place of some of the evidence, and returns documents of pictures to be strewn, one for each quarter."""
@@ -197,12 +208,14 @@ class LongContext:
 
     def _encoded(self, tasks: Sequence[SubTask]) -> tuple[list[list[_Piece]], list[int], list[tuple[int, int]]]:
         """The pieces of evidence of each task, the questions and answers at the end, and where in them the answers are."""
-        encode = partial(by_word, self.tokenizer)
-        evidence = [[_Piece(tokens=encode(f"\n{piece}\n")) for piece in task.evidence] for task in tasks]
+        texts = [f"\n{piece}\n" for task in tasks for piece in task.evidence]
+        for task in tasks:
+            texts += [f"\nQuestion: {task.question}\nAnswer:", f" {task.answer}\n"]
+        encoded = iter(by_word(self.tokenizer, texts))
+        evidence = [[_Piece(tokens=next(encoded)) for _ in task.evidence] for task in tasks]
         tail: list[int] = []
         answers = []
-        for task in tasks:
-            question, answer = encode(f"\nQuestion: {task.question}\nAnswer:"), encode(f" {task.answer}\n")
+        for question, answer in zip(encoded, encoded, strict=True):
             answers.append((len(tail) + len(question), len(answer)))
             tail += [*question, *answer]
         return evidence, [*tail, self.tokenizer.document_end_id], answers
@@ -248,15 +261,24 @@ class LongContext:
                 raise DataError(f"{TRIES} documents in turn are empty; long samples need text to fill them")
         return tokens
 
-    def _mask(self, placed: Sequence[Placed], images: Sequence[ImageAt]) -> np.ndarray | None:
+    def _mask(self, length: int, placed: Sequence[Placed], images: Sequence[ImageAt]) -> np.ndarray | None:
         if self.config.learn == "all" and not images:
             return None
-        mask = np.full(self.window, self.config.learn == "all", np.bool_)
+        mask = np.full(length, self.config.learn == "all", np.bool_)
         for image in images:  # pads are never learnt
             mask[image.start : image.start + image.count] = False
         for task in placed:
             mask[task.answer[0] : task.answer[0] + task.answer[1]] = True
         return mask
+
+
+def _in_a_row(lengths: list[list[int]], random: np.random.Generator) -> list[list[int]]:
+    """Starts of all pieces in an order drawn by chance, with nothing between them."""
+    flat = [length for each in lengths for length in each]
+    order = random.permutation(len(flat))
+    starts = np.zeros(len(flat), np.int64)
+    starts[order] = np.cumsum([0, *(flat[place] for place in order[:-1])])
+    return _by_task(starts.tolist(), lengths)
 
 
 def _by_task(starts: list[int], lengths: list[list[int]]) -> list[list[int]]:

@@ -116,5 +116,6 @@ def names(numbers: Sequence[Sequence[int]]) -> list[str]:
 
 def draw(kind: str, pieces: int, random: np.random.Generator) -> SubTask:
     """A task of a kind with so many pieces of evidence."""
-    called, values = random.integers(RANGE, size=(pieces, 3)), random.integers(RANGES.get(kind, RANGE), size=pieces)
-    return KINDS[kind](names(called.tolist()), values.tolist())
+    drawn, largest = random.random(4 * pieces).tolist(), RANGES.get(kind, RANGE)
+    numbers = [int(RANGE * chance) for chance in drawn[pieces:]]
+    return KINDS[kind](names(list(zip(*[iter(numbers)] * 3, strict=True))), [int(largest * chance) for chance in drawn[:pieces]])

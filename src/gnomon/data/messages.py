@@ -78,6 +78,11 @@ class Message:
         """The text parts, joined."""
         return "".join(part.text for part in self.content if isinstance(part, Text))
 
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images, in their order."""
+        return tuple(part for part in self.content if isinstance(part, Image))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseFormat:
@@ -97,3 +102,8 @@ class Conversation:
     effort: Effort | None = None
     tool_choice: str = "auto"
     response_format: ResponseFormat | None = None
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images of all messages, in their order."""
+        return tuple(image for message in self.messages for image in message.images)

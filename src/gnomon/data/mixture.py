@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from gnomon.data.images import ImageAt
-from gnomon.data.shards import Shards
+from gnomon.data.shards import Pieces, Shards
 from gnomon.errors import CheckpointError, ConfigError, DataError
 
 MAX_REPEATS = 8  # visits per epoch of one document, however long it is
@@ -67,7 +67,7 @@ class ShuffledDocuments:
     chance: no document is lost, long ones come more often. α may change in the middle of an epoch; first visits stay in place.
     """
 
-    def __init__(self, shards: Shards, seed: int = 0, long_exponent: float = 0.0) -> None:
+    def __init__(self, shards: Shards | Pieces, seed: int = 0, long_exponent: float = 0.0) -> None:
         if len(shards) == 0:
             raise DataError(f"the {shards.split} split of {shards.folder} is empty")
         if seed < 0:
@@ -142,11 +142,12 @@ class Mixture:
     Shards are shuffled with `seed`; any other source is taken as it is. A mixture is itself a source.
     """
 
-    def __init__(self, sources: Sequence[tuple[ItemSource | Shards, float]], seed: int = 0) -> None:
+    def __init__(self, sources: Sequence[tuple[ItemSource | Shards | Pieces, float]], seed: int = 0) -> None:
         if not sources:
             raise ConfigError("a mixture needs at least one source")
         self._sources: list[ItemSource] = [
-            ShuffledDocuments(source, seed + index) if isinstance(source, Shards) else source for index, (source, _) in enumerate(sources)
+            ShuffledDocuments(source, seed + index) if isinstance(source, Shards | Pieces) else source
+            for index, (source, _) in enumerate(sources)
         ]
         self._weights = _checked_weights([weight for _, weight in sources], len(sources))
         self._served = [0] * len(sources)

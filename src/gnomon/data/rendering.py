@@ -34,7 +34,10 @@ SECONDS = 300.0
 _FORMAT = 1  # of the digest
 _MARGIN = 200  # rows under a sheet of pages: a browser may take some of a window for itself
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-          "--disable-lcd-text", "--font-render-hinting=none", "--force-device-scale-factor=1", "--host-resolver-rules=MAP * ~NOTFOUND")
+          "--disable-lcd-text", "--font-render-hinting=none", "--force-device-scale-factor=1", "--host-resolver-rules=MAP * ~NOTFOUND",
+          "--run-all-compositor-stages-before-draw", "--virtual-time-budget=1000",
+          # frames are drawn by the page's own process and so together with it: those of other processes can be absent from the picture
+          "--disable-features=IsolateSandboxedIframes", "--disable-site-isolation-trials")
 _CHARTS = """
 import json, sys
 import matplotlib

@@ -265,6 +265,31 @@ class Shards:
         return int(self._bytes.sum())
 
 
+class Pieces:
+    """Documents of `shards` cut into pieces of `size` tokens, each of which counts as a document of its own.
+
+    A piece also holds the first token of the next one, which is only predicted there, so that no target is lost. A batch of few rows has
+    text from many places so, where a long document would fill a row for many batches.
+    """
+
+    def __init__(self, shards: Shards, size: int) -> None:
+        counts = np.maximum(1, -(-(shards.lengths - 1) // size))
+        self._shards, self._size = shards, size
+        self._document = np.repeat(np.arange(len(counts)), counts)
+        self._start = (np.arange(len(self._document)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+        self.folder, self.split, self.fingerprint = shards.folder, shards.split, f"{shards.fingerprint}:{size}"
+        self.lengths = np.minimum(size + 1, shards.lengths[self._document] - self._start)
+
+    def __len__(self) -> int:
+        """Number of pieces."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Piece `index` as a read-only integer array."""
+        start = self._start[index]
+        return self._shards[int(self._document[index])][start : start + self.lengths[index]]
+
+
 def _mapped(folder: Path, number: int, dtype: np.dtype, tokens: int) -> np.ndarray:
     path = _shard_files(folder, number)[0]
     size = path.stat().st_size if path.is_file() else 0

@@ -12,8 +12,9 @@ import binascii
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gnomon.data import bpe, special_tokens
 from gnomon.errors import ConfigError, DataError
@@ -99,17 +100,20 @@ class Tokenizer:
         """Ids of each text, as `encode` gives them, for texts that are likely to come again, as those of a conversation do with each turn:
         what was encoded is kept, up to AGAIN_CHARACTERS in all."""
         known = self._again
-        missing = [text for text in texts if text not in known]
+        found = list(map(known.get, texts))
+        missing = [at for at, ids in enumerate(found) if ids is None] if None in found else []
         if not missing:
-            return [known[text] for text in texts]
-        fresh = dict(zip(missing, map(tuple, self.encode_batch(missing)), strict=True))
-        found = [fresh[text] if text in fresh else known[text] for text in texts]
+            return cast(list[tuple[int, ...]], found)
+        new = list(dict.fromkeys(texts[at] for at in missing))
+        fresh = dict(zip(new, map(tuple, self.encode_batch(new)), strict=True))
+        for at in missing:
+            found[at] = fresh[texts[at]]
         self._again_characters += sum(map(len, fresh))
         if self._again_characters > AGAIN_CHARACTERS:  # begin anew; whoever still reads the old table keeps it
             self._again, self._again_characters = {}, 0
         else:
             known.update(fresh)
-        return found
+        return cast(list[tuple[int, ...]], found)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that `ids` stand for; a reserved id yields its name. Raises DataError for an id outside the vocabulary."""
@@ -152,9 +156,9 @@ class Tokenizer:
         """Id of ``[PAD]``."""
         return self.special_ids[special_tokens.PADDING]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Digest of everything that decides ids: equal fingerprints give equal ids for every text."""
+        """Digest of everything that decides ids: equal fingerprints give equal ids for every text. Computed once: positions hold it."""
         digest = hashlib.sha256(bpe.PATTERN.encode())
         for token in self.ranks:
             digest.update(len(token).to_bytes(4, "little") + token)

@@ -7,12 +7,20 @@ nearly all their words.
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, islice
 
 from gnomon.data.tokenizer import Tokenizer
 
 
-def by_word(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids that `tokenizer.encode` gives, from the tokenizer's memory where it can."""
-    first, *rest = text.split(" ")
-    return list(chain.from_iterable(tokenizer.encode_again([first, *[f" {word}" for word in rest]])))
+def by_word(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids that `tokenizer.encode` gives of each text, from the tokenizer's memory where it can."""
+    words: list[str] = []
+    counts = []
+    for text in texts:
+        first, *rest = text.split(" ")
+        words.append(first)
+        words += map(" ".__add__, rest)
+        counts.append(1 + len(rest))
+    encoded = iter(tokenizer.encode_again(words))
+    return [list(chain.from_iterable(islice(encoded, count))) for count in counts]

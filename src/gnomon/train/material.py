@@ -20,7 +20,7 @@ from gnomon.data.mixture import ItemSource, Mixture
 from gnomon.data.packing import PackedBatches
 from gnomon.data.picture_code import ALL_KINDS
 from gnomon.data.pictures import Pictures, PicturesConfig
-from gnomon.data.shards import Shards, write_shards
+from gnomon.data.shards import Pieces, Shards, write_shards
 from gnomon.data.tokenizer import Tokenizer, train_tokenizer
 from gnomon.errors import ConfigError
 from gnomon.parallel.axes import ROWS
@@ -83,14 +83,14 @@ def _either(given: int | None, default: int) -> int:
 def stream(material: Material, mesh: Mesh) -> PackedBatches:
     """The batches of this rank, shaped for the first stage."""
     recipe, stage, text = material.recipe, material.recipe.stages[0], iter(material.train)
-    pairs: list[tuple[ItemSource | Shards, float]] = []
+    pairs: list[tuple[ItemSource | Shards | Pieces, float]] = []
     for source in recipe.data.sources:
         if source.pictures is not None:
             pairs.append((_pictures(material, source.pictures), source.weight))
         elif source.long is not None:
             pairs.append((LongContext(next(text), material.tokenizer, source.long, _limits(material)), source.weight))
         else:
-            pairs.append((next(text), source.weight))
+            pairs.append((next(text) if source.pieces is None else Pieces(next(text), source.pieces), source.weight))
     mixture = Mixture(pairs, recipe.seed)
     rows = recipe.batch_tokens // stage.context
     return PackedBatches(mixture, rows, stage.context, mesh.index(*ROWS), mesh.size(*ROWS), pad_id=material.tokenizer.pad_id)
@@ -120,9 +120,9 @@ def _limits(material: Material) -> ImageLimits | None:
 
 def long_questions(material: Material) -> list[LongContext]:
     """Held-out long samples of each source that strews evidence: other text and other tasks than those trained on."""
-    return [LongContext(shards, material.tokenizer, replace(source.long, seed=source.long.seed + HELD_OUT_SEED, window=None),
-                        _limits(material))
-            for shards, source in zip(material.held_out, material.recipe.data.text_sources, strict=False) if source.long is not None]
+    pairs = [(shards, source.long) for shards, source in zip(material.held_out, material.recipe.data.text_sources, strict=False)]
+    return [LongContext(shards, material.tokenizer, replace(long, seed=long.seed + HELD_OUT_SEED, window=None), _limits(material))
+            for shards, long in pairs if long is not None and long.strewn]
 
 
 def _corpus(source: SourceConfig) -> Corpus:

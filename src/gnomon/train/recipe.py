@@ -28,6 +28,7 @@ class SourceConfig:
     weight: float = setting(1.0, "share of the tokens, relative to the other sources")
     text_field: str = setting("text", "field that holds the text in jsonl and parquet files")
     max_bytes: int | None = setting(None, "only with empty paths: bytes of text to take from this machine; none: all the default takes")
+    pieces: int | None = setting(None, "cut documents into pieces of so many tokens, shuffled one by one; none: in one row, in order")
     long: LongConfig | None = setting(None, "strew evidence of small tasks over windows of this text (report §3.4); none: plain documents")
     clean: CleanConfig | None = setting(None, "throw out near copies, binary matter, logs and files cut off; none: equal texts only")
     pictures: PicturesConfig | None = setting(None, "pictures that a program makes, instead of text; needs [model.vision]")
@@ -39,6 +40,8 @@ class SourceConfig:
             raise ConfigError(f"'max_bytes' is {self.max_bytes}; it must be positive and goes with empty 'paths' only")
         if self.pictures is not None and (self.paths or self.max_bytes or self.long is not None):
             raise ConfigError("'pictures' makes its own words; leave 'paths', 'max_bytes' and 'long' to a source of their own")
+        if self.pieces is not None and (self.pieces < 2 or self.long is not None or self.pictures is not None):
+            raise ConfigError(f"'pieces' is {self.pieces}; it must be at least 2, and is for sources of plain documents")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
