@@ -19,7 +19,7 @@ from gnomon import config as toml
 from gnomon.agent.trajectory import Score
 from gnomon.model.config import preset
 from gnomon.model.transformer import Transformer
-from gnomon.posttrain import distill, policy, rl, sft
+from gnomon.posttrain import distill, policy, rl, sft, slots
 from gnomon.posttrain.demonstrations import Example
 from gnomon.posttrain.keeping import KeepConfig, Shape
 from gnomon.posttrain.learner import Learner, LearnerConfig
@@ -93,7 +93,7 @@ def die_at(point: str, phase: str) -> None:
 
         def sample(self: policy.Sampler, *args: Any, **kwargs: Any) -> Any:
             if self.version == STEPS - 1:
-                after(3, policy._Work, "step")
+                after(3, slots.Work, "step")
             return begun(self, *args, **kwargs)
 
         policy.Sampler.sample = sample  # type: ignore[method-assign]

@@ -5,6 +5,8 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from gnomon.model.transformer import Transformer
 from gnomon.posttrain import command
 from gnomon.posttrain.effort import Budgets, CellTau, TauConfig
 from gnomon.posttrain.keeping import Shape, fingerprint
-from gnomon.posttrain.lab import plan, report
+from gnomon.posttrain.lab import cold, plan, reinforced, report, tasks
 from gnomon.posttrain.lab.cold import fake_two_bits
-from gnomon.posttrain.lab.desk import alarms, work
+from gnomon.posttrain.lab.desk import Desk, alarms, last_round, work
 from gnomon.posttrain.lab.findings import Findings
 from gnomon.posttrain.lab.progress import progress
 from gnomon.posttrain.lab.recipe import LabRecipe
@@ -106,6 +108,50 @@ def test_compute_and_alarms_add_up() -> None:
     rows = [{"read_tokens": 10, "trained_tokens": 4, "alarm": "panic, gap"}, {"read_tokens": 1, "trained_tokens": 1, "teacher_tokens": 1}]
     assert work(rows) == 10 + 12 + 1 + 3 + 1
     assert alarms(rows) == {"panic": 1, "gap": 1}
+
+
+def test_a_phase_goes_on_until_it_has_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds on new texts, each from the weights before, while the held-out loss is above what was asked; the last one is what counts."""
+    recipe = from_dict(LabRecipe, {"cold": [{"texts": 3, "until": 0.1, "rounds": 3}, {}]})
+    losses, seen = iter((0.5, 0.05, 0.5, 0.5, 0.5)), []
+
+    def fit(model: Any, texts: Any, config: Any, folder: Path, *, seed: int, say: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "tokens": 7, "loss": 1.0, "held_out_loss": next(losses)}) + "\n")
+        seen.append((folder.relative_to(tmp_path).as_posix(), seed, tuple(each.token_ids for each in texts)))
+
+    monkeypatch.setattr(cold, "fit", fit)
+    said: list[str] = []
+    for number, root in enumerate(("one", "other")):
+        job = plan.jobs(recipe)["cold/1"]
+        desk = Desk(recipe=recipe, seed=0, root=tmp_path / root, job=job, tasks=tasks.opened(recipe.tasks), say=said.append)
+        found = cold.phase(desk)
+        assert (found["rounds"], found["tokens"]) == ((2, 14), (3, 21))[number]
+    assert [name for name, *_ in seen] == [
+        "one/cold/1", "one/cold/1/round-2", "other/cold/1", "other/cold/1/round-2", "other/cold/1/round-3"]
+    assert len({each[1:] for each in seen[2:]}) == 3 and seen[0][1:] == seen[2][1:] and len(said) == 3
+    assert last_round(tmp_path / "one/cold/1") == tmp_path / "one/cold/1/round-2" and last_round(tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match="held out to measure it"):
+        from_dict(LabRecipe, {"cold": [{"until": 0.1, "train": {"held_out": 0.0}}]})
+
+
+def test_one_cell_after_the_other_uses_the_compute_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that cost a third less than an expert's leave compute over: rounds in the last cell take it, at the rate where it ended."""
+    recipe = from_dict(LabRecipe, {"domains": [{"name": "a", "low": {"tau": {"start": 2.0, "target": 0.5}}}], "cold": [{}]})
+    experts = {cell: {"work": 900, "steps": 6} for cell in recipe.cells}
+    ran: list[tuple[tuple[str, str], RLConfig]] = []
+    monkeypatch.setattr(reinforced, "spent", lambda desk: (3 * 900 + 300, experts))
+    monkeypatch.setattr(reinforced, "_train", lambda desk, model, config, cells, folder: ran.append((*cells, config)))
+    monkeypatch.setattr(reinforced, "history", lambda *folders: [{"read_tokens": 100, "trained_tokens": 0}] * ran[-1][1].steps)
+    monkeypatch.setattr(reinforced, "_told", lambda *told: {})
+    desk: Any = SimpleNamespace(recipe=recipe, cold_model=lambda: None, folder=tmp_path, open_cells=recipe.cells)
+    found = reinforced.sequential(desk)
+    assert [cell[1] for cell, _ in ran[:3]] == ["max", "high", "low"] and {cell[1] for cell, _ in ran[3:]} == {"low"} and len(ran) > 3
+    assert 0.97 <= found["share"] <= 1.0
+    first, last = ran[2][1], ran[-1][1]
+    assert (first.tau.start, last.tau.start, last.tau.target) == (2.0, None, 0.5)
+    rates = [each.learner.optimizer.learning_rate for each in (first, last)]
+    assert rates[1] == pytest.approx(rates[0] * first.learner.schedule.final) and last.learner.schedule.final == 1.0
 
 
 def test_each_cell_has_its_own_tau() -> None:

@@ -272,7 +272,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             rl.train(begun, changed, tmp_path / "run")
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*")) == before
-    others = config(steps=2, largest_gap=1.0, keep=KeepConfig(every=7), sampling=SamplingConfig(slots=7, cache_tokens=512, graders=1))
+    others = config(steps=2, largest_gap=1.0, keep=KeepConfig(every=7), sampling=SamplingConfig(
+        slots=7, cache_tokens=512, cache_share=0.8, graders=1))
     assert rl.train(start(**same), others, tmp_path / "run") == []
 
 

@@ -16,8 +16,6 @@ from gnomon.errors import ConfigError
 from gnomon.model.config import preset
 from gnomon.model.runs import load_model
 from gnomon.model.transformer import Transformer
-from gnomon.parallel.mesh import Mesh
-from gnomon.posttrain import command
 from gnomon.posttrain.keeping import Shape
 from gnomon.posttrain.recipe import load_distill, load_rl, load_sft
 from gnomon.train import checkpoint, metrics
@@ -116,9 +114,6 @@ def test_ranks_have_the_whole_model(tmp_path: Path) -> None:
             load(tmp_path / f"{verb}.toml", ("mesh.expert=2",))
         with pytest.raises(ConfigError, match=r"'mesh.zero' is 1; in post-training"):
             load(tmp_path / f"{verb}.toml", ("mesh.zero=1",))
-    command._require_alone(Mesh(world=2), agents=None)
-    with pytest.raises(ConfigError, match="'agents' works in a run of one process, and 2 ranks were started"):
-        command._require_alone(Mesh(world=2), agents=1)
 
 
 @pytest.mark.slow

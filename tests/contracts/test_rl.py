@@ -18,7 +18,7 @@ from gnomon.posttrain import rl
 from gnomon.posttrain.effort import Budgets, TauConfig
 from gnomon.posttrain.grading import Grading
 from gnomon.posttrain.keeping import KeepConfig, kept_folder
-from gnomon.posttrain.learner import Document, Learner, LearnerConfig, stream, token_logprobs
+from gnomon.posttrain.learner import Document, Learner, LearnerConfig, sampled_routes, stream, token_logprobs
 from gnomon.posttrain.partial import Pool, PoolConfig
 from gnomon.posttrain.policy import Sampler
 from gnomon.posttrain.problem import Problem
@@ -157,11 +157,12 @@ def test_what_the_machine_failed_at_is_in_neither_loss_nor_mean(tmp_path: Path) 
 
 
 def test_experts_are_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With replay the second update sends each token to the experts of the first weights, and its gradient still reaches the routers."""
-    used: list[list[list[torch.Tensor]]] = []
+    """With replay both updates send each token to the experts that the sampler sent it to, and the gradient still reaches the routers."""
+    used: list[list[torch.Tensor | None]] = []
 
     def loss(*arguments: Any) -> torch.Tensor:
-        used.append([[router.forced] for router in arguments[0].model.routers()])
+        used.append([router.forced for router in arguments[0].model.routers()])
+        assert all(torch.equal(a, b) for a, b in zip(used[-1], sampled_routes(arguments[1].documents), strict=False) if a is not None)
         return whole(*arguments)
 
     whole = rl._loss
@@ -172,11 +173,12 @@ def test_experts_are_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     rows = rl.train(begun, kept, tmp_path / "run")
     routers = begun.model.routers()
     assert len(used) == 2 and len(routers) > 0 and rows[0]["gap"] < 1e-5
-    assert all(forced is None for (forced,) in used[0]) and all(forced is not None for (forced,) in used[1])
+    assert all(forced is not None for update in used for forced in update)
     assert all(router.forced is None and router.chosen is None for router in routers)
     assert all(not torch.equal(p, fresh[name]) for name, p in begun.model.named_parameters() if name.endswith("gate.weight"))
     again = rl.train(start(), replace(kept, replay=None), tmp_path / "other")
-    assert again[0]["gap"] == rows[0]["gap"] and again[0]["log_ratio"] != rows[0]["log_ratio"], "some token went elsewhere without"
+    assert not any(used[2]) and again[0]["gap"] == pytest.approx(rows[0]["gap"], abs=1e-6)
+    assert again[0]["log_ratio"] != rows[0]["log_ratio"], "some token went elsewhere without"
 
 
 def test_routes_are_those_that_were_chosen() -> None:

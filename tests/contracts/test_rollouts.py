@@ -1,5 +1,6 @@
 """The policy in process: rollouts that do not depend on their neighbours, worlds that answer, unfinished ones that go on."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from gnomon.errors import CapacityError, ConfigError, TrainingError
 from gnomon.model.config import ModelConfig, preset
 from gnomon.model.transformer import Transformer
 from gnomon.posttrain import rollout as records
-from gnomon.posttrain.policy import Sampler, draw
+from gnomon.posttrain.learner import Learner, LearnerConfig, document, sampled_routes
+from gnomon.posttrain.policy import Sampler
 from gnomon.posttrain.problem import Problem
 from gnomon.posttrain.rollout import Rollout, seed_of
+from gnomon.posttrain.slots import draw
 
 SHAPE = ("vocab_size=64", "hidden_size=32", "num_hidden_layers=4", "intermediate_size=64", "mixers.kda.num_heads=2",
          "mixers.kda.head_dim=16", "mixers.mla.num_attention_heads=2", "mixers.mla.q_lora_rank=none", "mixers.mla.kv_lora_rank=32",
@@ -141,6 +144,60 @@ def test_what_does_not_fit_waits_or_is_refused(model: Transformer) -> None:
         Sampler(model).sample(rollouts(6, begin=Echo, asks=frozenset(range(64)), room=1, stop_ids=frozenset()))
     with pytest.raises(ConfigError, match="'prompt' is empty"):
         problem(1, prompt=())
+
+
+def test_members_of_a_group_read_their_prompt_once(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six who begin with the same forty ids are those that six prompts of their own would have been; only one reads them."""
+    prompt = tuple(range(3, 43))
+    same = [Rollout(problem=problem(0, prompt=prompt), group=0, member=m, seed=seed_of(7, m)) for m in range(6)]
+    sampler, read = Sampler(model, slots=8), list[int]()
+    forward = sampler.runner.forward
+
+    def noted(rows: Any, pool: Any, **more: Any) -> Any:
+        read.append(int(rows.bounds[-1]))
+        return forward(rows, pool, **more)
+
+    monkeypatch.setattr(sampler.runner, "forward", noted)
+    together = {r.member: r for r in sampler.sample([*same, *rollouts(2)]).finished if r.problem.prompt == prompt}
+    assert read[0] == 40 + 2 * 3 and max(read[1:]) <= 8 and len({r.sampled for r in together.values()}) > 2
+    for r in same:
+        (alone,) = Sampler(model, slots=1).sample([r]).finished
+        assert together[r.member].sampled == alone.sampled and together[r.member].logprobs == pytest.approx(alone.logprobs, abs=1e-6)
+
+
+def test_the_number_at_work_follows_the_cache(model: Transformer) -> None:
+    """Nobody begins in a cache that is nearly full; where it overflows, who came last goes on later from where it stood, with its world."""
+    fields = {"max_tokens": 60, "stop_ids": frozenset(), "begin": Echo, "asks": frozenset(range(2, 6)), "room": 8}
+    wide = by_id(Sampler(model, slots=12).sample(rollouts(12, **fields)).finished)
+    sampler = Sampler(model, slots=12, cache_tokens=13 * 32, cache_share=1.0)
+    tight = sampler.sample(rollouts(12, **fields))
+    assert tight.set_back > 0 and by_id(tight.finished).keys() == wide.keys()
+    for r in tight.finished:
+        assert r.sampled == wide[r.problem.id].sampled and r.mask == wide[r.problem.id].mask
+    again = sampler.sample(rollouts(12, **fields))
+    assert [r.problem.id for r in again.finished] == [r.problem.id for r in tight.finished] and again.set_back == tight.set_back
+    calm = Sampler(model, slots=12, cache_tokens=13 * 32, cache_share=0.4).sample(rollouts(12, **fields))
+    assert calm.set_back < tight.set_back and calm.steps > tight.steps / 2 and len(calm.finished) == 12
+    aside = sampler.sample(rollouts(12, **fields), enough=1)
+    assert len(aside.unfinished) == 11 and all(r.world is not None for r in aside.unfinished if r.spans)
+    with pytest.raises(ConfigError, match="'cache_share' is 0"):
+        Sampler(model, cache_share=0)
+
+
+def test_experts_are_written_down(model: Transformer) -> None:
+    """Those of each id are the ones that the trainer's forward pass chooses, also after a pause and for who took over a prompt."""
+    same = {"prompt": (3, 4, 5, 6), "begin": Echo, "asks": frozenset(range(2, 20)), "room": 8}
+    sampler = Sampler(model, slots=8)
+    sampler.record = True
+    first = sampler.sample(rollouts(12, **same), enough=4)
+    back = [records.from_json(json.loads(json.dumps(r.to_json())), r.problem) for r in first.unfinished]
+    assert any(r.experts is not None and len(r.experts) for r in back)
+    documents = [document(r) for r in (*first.finished, *sampler.sample(back).finished)]
+    chosen, own = sampled_routes(documents), Learner(model, LearnerConfig(), 1).routes_of(documents)
+    read = torch.cat([torch.arange(len(d.token_ids) - 1) < len(d.experts) for d in documents if d.experts is not None])
+    for mine, theirs in zip(chosen, own, strict=True):
+        assert (mine.sort(1).values == theirs.sort(1).values)[read].float().mean() > 0.99 and len(mine) == len(theirs)
+    assert sampled_routes([*documents, document(Sampler(model).sample(rollouts(1)).finished[0])]) == (), "one does not know"
 
 
 def test_new_weights_take_over(model: Transformer) -> None:

@@ -1,7 +1,7 @@
 """Groups without a grader: every pair is compared in both orders, what is too long loses unread, a judge that fails leaves no reward."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from gnomon.agent.trajectory import Score
 from gnomon.data.messages import Conversation
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.errors import ConfigError
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain.partial import Group, Iteration
 from gnomon.posttrain.problem import Problem
 from gnomon.posttrain.rl import apart
@@ -101,3 +102,24 @@ def test_it_is_off_unless_asked_for(vocabulary: Tokenizer) -> None:
     for wrong in ({"judge": {}}, {"sigma": 0.0}, {"at_once": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             replace(SETTINGS, **wrong)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks(Mesh):
+    """Two of them, one after the other: the second one hears what the first one brought."""
+
+    said: list[Any]
+
+    def gather(self, own: Any) -> list[Any]:
+        """Of both."""
+        self.said.append(own)
+        return [self.said[0], own]
+
+
+def test_one_rank_asks_and_all_hear(vocabulary: Tokenizer) -> None:
+    """The second rank has the first one's rewards, and asks nobody."""
+    judge, said, groups = Judge(), list[Any](), [group(vocabulary, "worth 9", "worth 2", "worth 2")]
+    first = Tournament(SETTINGS, vocabulary, policy=ScriptedPolicy(judge), mesh=Ranks(rank=0, world=2, said=said)).judged(groups)
+    asked = len(judge.seen)
+    second = Tournament(SETTINGS, vocabulary, policy=ScriptedPolicy(judge), mesh=Ranks(rank=1, world=2, said=said)).judged(groups)
+    assert rewards(first[0]) == rewards(second[0]) == [1.0, 0.25, 0.25] and len(judge.seen) == asked and said[1] == []

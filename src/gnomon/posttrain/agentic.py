@@ -34,10 +34,11 @@ from gnomon.data.chat import ChatFormat
 from gnomon.data.messages import Conversation, Message, Text
 from gnomon.errors import ConfigError, DataError
 from gnomon.model.transformer import Transformer
-from gnomon.posttrain.policy import Finished, Sampled
+from gnomon.posttrain.policy import Sampled
 from gnomon.posttrain.problem import Episode, Problem
 from gnomon.posttrain.remote import RemoteSampler
 from gnomon.posttrain.rollout import End, Rollout, chosen, given, seed_of
+from gnomon.posttrain.slots import Finished
 from gnomon.sandbox.layers import LayerStore
 from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.sandbox import Backend

@@ -83,7 +83,6 @@ def rl(parsed: argparse.Namespace) -> None:
 
     recipe = load_rl(parsed.recipe, tuple(parsed.overrides))
     with _ranks(recipe.mesh) as mesh:
-        _require_alone(mesh, remote=recipe.train.sampling.remote, agents=recipe.agents, tournament=recipe.tournament)
         model, folder = starting(recipe.start_from)
         keep_tokenizer(folder, recipe.run, mesh)
         (source, make), say = _problems(recipe), _say(mesh)
@@ -106,7 +105,6 @@ def distill(parsed: argparse.Namespace) -> None:
 
     recipe = load_distill(parsed.recipe, tuple(parsed.overrides))
     with _ranks(recipe.mesh) as mesh:
-        _require_alone(mesh, remote=recipe.train.sampling.remote)
         model, folder = starting(recipe.start_from)
         keep_tokenizer(folder, recipe.run, mesh)
         tokenizer, say = recipe.run / "tokenizer", _say(mesh)
@@ -200,15 +198,6 @@ def _problems(recipe: RLRecipe) -> tuple[ProblemSource, Makes | None]:
     return source_of(recipe.problems), None
 
 
-def _require_alone(mesh: Mesh, **named: Any) -> None:
-    """Raises `ConfigError` for several ranks where a recipe names servers: these have the weights of one process, and one judge."""
-    from gnomon.errors import ConfigError
-
-    for name, there in named.items():
-        if there is not None and mesh.world > 1:
-            raise ConfigError(f"'{name}' works in a run of one process, and {mesh.world} ranks were started; start it without torchrun")
-
-
 def _tournament(recipe: RLRecipe, cold: Start) -> Tournament | None:
     """The tournament of a recipe, or None where it is off."""
     if recipe.tournament is None:
@@ -216,7 +205,7 @@ def _tournament(recipe: RLRecipe, cold: Start) -> Tournament | None:
     from gnomon.posttrain import opening
 
     measured = partial(_sampled, recipe, cold, recipe.budget_rollouts, 10, graded=False)
-    return opening.tournament(recipe.tournament, recipe.run, cold.model, measured)
+    return opening.tournament(recipe.tournament, recipe.run, cold.model, measured, cold.setup.mesh)
 
 
 def _ask(recipe: RLRecipe, cold: Start) -> None:
@@ -253,26 +242,16 @@ def _fresh(recipe: RLRecipe, source: ProblemSource, count: int, purpose: int) ->
 
 
 def _budgets(recipe: RLRecipe, cold: Start) -> Budgets | None:
-    """b0 from its file, or measured on the cold start. Raises `ConfigError` for a file that belongs to other weights."""
-    from gnomon.errors import ConfigError
-    from gnomon.posttrain import effort
-    from gnomon.posttrain.keeping import fingerprint
+    """b0 from its file, or measured on the cold start."""
+    from gnomon.posttrain import effort, opening
 
-    if recipe.budgets is None:
-        return None
-    where, name = recipe.cold_start or recipe.start_from, fingerprint(cold.model)
-    if cold.setup.mesh.agree(recipe.budgets.exists()):
-        known = effort.Budgets.load(recipe.budgets)
-        if known.measured_on != name:
-            raise ConfigError(f"'budgets' is {recipe.budgets}, measured on weights {known.measured_on}, but {where} has {name}; name the "
-                              "checkpoint that it was measured on as 'cold_start', or another file, to measure anew")
-        return known
-    found = effort.measure(_sampled(recipe, cold, recipe.budget_rollouts, 9, graded=False), name)
-    if cold.setup.mesh.is_main:
-        found.save(recipe.budgets)
-    shown = ", ".join(f"{domain}/{kind} {tokens:.1f}" for (domain, kind), tokens in sorted(found.tokens.items()))
-    cold.say(f"b0 measured on {where}: {shown}")
-    return found
+    def measured(name: str) -> Budgets:
+        found = effort.measure(_sampled(recipe, cold, recipe.budget_rollouts, 9, graded=False), name)
+        shown = ", ".join(f"{domain}/{kind} {tokens:.1f}" for (domain, kind), tokens in sorted(found.tokens.items()))
+        cold.say(f"b0 measured on {recipe.cold_start or recipe.start_from}: {shown}")
+        return found
+
+    return opening.of_weights("budgets", recipe.budgets, cold.model, measured, cold.setup.mesh)
 
 
 def _say(mesh: Mesh) -> Any:

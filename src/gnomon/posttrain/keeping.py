@@ -53,8 +53,8 @@ class Shape:
     model: ModelConfig = setting(doc="shape of the model")
 
 
-NEUTRAL = frozenset(("keep", "collect", "largest_gap", "micro_tokens", "slots", "cache_tokens", "graders", "grader_seconds",
-                     "world_seconds", "remote"))
+NEUTRAL = frozenset(("keep", "collect", "largest_gap", "micro_tokens", "slots", "cache_tokens", "cache_share", "graders",
+                     "grader_seconds", "world_seconds", "remote"))
 """Settings that decide what is written, how long it takes and what memory it needs, but no result: a run may go on with others."""
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -74,16 +76,31 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Ids, which of them are learnt, and their log-probabilities where they were sampled."""
+    """Ids, which of them are learnt, their log-probabilities where they were sampled, and the experts that they went to, where known."""
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
     logprobs: tuple[float, ...] = ()
+    experts: NDArray[np.int16] | None = None
 
 
 def document(rollout: Rollout) -> Document:
     """A rollout as the trainer takes it."""
-    return Document(token_ids=rollout.token_ids, mask=rollout.mask, logprobs=rollout.logprobs)
+    return Document(token_ids=rollout.token_ids, mask=rollout.mask, logprobs=rollout.logprobs, experts=rollout.experts)
+
+
+def sampled_routes(documents: Sequence[Document], device: torch.device | str = "cpu") -> Routes:
+    """The experts that the sampler sent the ids of a stream to; empty where it wrote down those of some document only, or of none.
+
+    Ids that it never read are behind all that is learnt from, so where they go changes nothing: with the one before them.
+    """
+    found = []
+    for each in documents:
+        if each.experts is None or not len(each.experts):
+            return ()
+        places = np.minimum(np.arange(len(each.token_ids) - 1), len(each.experts) - 1)
+        found.append(torch.from_numpy(each.experts[places].astype(np.int64)))
+    return tuple(torch.cat(found).to(device).unbind(1)) if found else ()
 
 
 def stream(documents: Sequence[Document], device: torch.device | str = "cpu") -> Stream:

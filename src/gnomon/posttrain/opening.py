@@ -38,26 +38,32 @@ def agents(config: AgentsConfig, sampling: SamplingConfig, run: Path) -> tuple[A
     return source, make
 
 
-def tournament(config: TournamentConfig, run: Path, cold: Transformer, measured: Callable[[], Sequence[Rollout]]) -> Tournament:
-    """The tournament of a run. l0 comes from its file, or from what `measured` gives, rollouts of the cold start.
+def tournament(config: TournamentConfig, run: Path, cold: Transformer, measured: Callable[[], Sequence[Rollout]], mesh: Mesh) -> Tournament:
+    """The tournament of a run. l0 comes from its file, or from what `measured` gives on every rank, rollouts of the cold start.
 
     Raises `ConfigError` for a file that belongs to other weights, or a run without tokenizer.
     """
     if not (run / "tokenizer").is_dir():
         raise ConfigError("'tournament' is judged in words, and the run has no tokenizer; start from a folder that has one")
-    return Tournament(config, Tokenizer.load(run / "tokenizer"), _l0(config.lengths, cold, measured))
+    l0 = of_weights("tournament.lengths", config.lengths, cold, lambda name: lengths(measured(), name), mesh)
+    return Tournament(config, Tokenizer.load(run / "tokenizer"), l0, mesh=mesh)
 
 
-def _l0(path: Path | None, cold: Transformer, measured: Callable[[], Sequence[Rollout]]) -> Budgets | None:
+def of_weights(setting: str, path: Path | None, cold: Transformer, measured: Callable[[str], Budgets], mesh: Mesh) -> Budgets | None:
+    """What belongs to the weights of a cold start: from its file, or `measured`, under the weights' name, and kept there. None without one.
+
+    Raises `ConfigError`, naming the setting, for a file that belongs to other weights.
+    """
     if path is None:
         return None
     name = fingerprint(cold)
-    if not path.exists():
-        found = lengths(measured(), name)
-        found.save(path)
+    if not mesh.agree(path.exists()):
+        found = measured(name)
+        if mesh.is_main:
+            found.save(path)
         return found
     known = Budgets.load(path)
     if known.measured_on != name:
-        raise ConfigError(f"'tournament.lengths' is {path}, measured on weights {known.measured_on}, but the cold start has {name}; name "
-                          "another file, to measure anew")
+        raise ConfigError(f"'{setting}' is {path}, measured on weights {known.measured_on}, but the cold start has {name}; name the "
+                          "checkpoint that it was measured on as 'cold_start', or another file, to measure anew")
     return known

@@ -60,6 +60,7 @@ class Iteration:
     failed: int
     sampled_tokens: int
     steps: int
+    set_back: int = 0
 
 
 class Pool:
@@ -76,7 +77,7 @@ class Pool:
         """One iteration; at least one group is complete at its end, however long that takes."""
         self._fill()
         carried = sum(1 for rollout in self.waiting if rollout.spans)
-        tokens = steps = 0
+        tokens = steps = set_back = 0
         groups: list[Group] = []
         dropped = self._drop_stale(sampler.version)
         while not groups:
@@ -84,13 +85,15 @@ class Pool:
             made = sampler.sample(own, enough=math.ceil(self.config.share * len(own)), on_finished=grading.submit)
             tokens += sum(self.mesh.gather(made.tokens))
             steps += max(self.mesh.gather(made.steps))
+            set_back += sum(self.mesh.gather(made.set_back))
             graded = exchanged(self.mesh, grading.collect(), self.problems)
             self.waiting = exchanged(self.mesh, made.unfinished, self.problems)
             for rollout in sorted(graded, key=lambda r: (r.group, r.member)):
                 self.done.setdefault(rollout.group, []).append(rollout)
             groups = self._complete()
         failed = sum(1 for group in groups for r in group.rollouts if r.score is not None and r.score.reward is None)
-        return Iteration(groups=tuple(groups), carried=carried, dropped=dropped, failed=failed, sampled_tokens=tokens, steps=steps)
+        return Iteration(groups=tuple(groups), carried=carried, dropped=dropped, failed=failed, sampled_tokens=tokens, steps=steps,
+                         set_back=set_back)
 
     def _is_own(self, rollout: Rollout) -> bool:
         """Whether this rank samples it; who began one goes on with it, since its world may be on that machine."""

@@ -31,10 +31,11 @@ from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain.endpoint import Endpoint, EndpointConfig
 from gnomon.posttrain.grading import FAILURES
 from gnomon.posttrain.keeping import set_apart
-from gnomon.posttrain.policy import Finished, Sampled
+from gnomon.posttrain.policy import Sampled
 from gnomon.posttrain.problem import Episode
 from gnomon.posttrain.remote_teacher import number
 from gnomon.posttrain.rollout import Rollout, chosen, given, seed_of
+from gnomon.posttrain.slots import Finished
 
 Steps = tuple[tuple[str, Mapping[str, Any]], ...]
 RELOADS: Mapping[str, Steps] = MappingProxyType({

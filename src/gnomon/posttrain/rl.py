@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,23 +51,27 @@ class SamplingConfig:
     temperature: float = setting(1.0, "of sampling; the trainer's log-probabilities are of the same")
     slots: int = setting(256, "rollouts at work at a time")
     cache_tokens: int = setting(65_536, "ids of all rollouts at work; more wait until some have finished")
+    cache_share: float = setting(0.9, "the next rollout begins while the cache is not fuller; where it runs out, the last one waits again")
     graders: int = setting(2, "threads that grade")
     grader_seconds: float = setting(60.0, "a grader that takes longer is given up; its rollout is left out")
     world_seconds: float | None = setting(None, "a world that takes longer for one answer is given up and its rollout left out; none: 600")
     remote: RemoteConfig | None = setting(None, "servers that sample in the place of this process")
 
-    def sampler(self, model: Transformer, version: int, run: Path, mesh: Mesh) -> AnySampler:
-        """A sampler of these settings; `run` is the folder of the run, which servers take weights from."""
+    def sampler(self, model: Transformer, version: int, run: Path, mesh: Mesh, record: bool = False) -> AnySampler:
+        """A sampler of these settings; `run` is the folder of the run, which servers take weights from. `record`: one in this process
+        writes down where ids are sent."""
         if self.remote is None:
-            return self.here(model, version)
+            return self.here(model, version, record)
         return RemoteSampler(model, self.remote, run, temperature=self.temperature, version=version, mesh=mesh)
 
-    def here(self, model: Transformer, version: int) -> Sampler:
+    def here(self, model: Transformer, version: int, record: bool = False) -> Sampler:
         """A sampler in this process. Raises `ConfigError` where servers are named."""
         if self.remote is not None:
             raise ConfigError("'sampling.remote' is set, and nothing is sampled from servers here; leave it out")
-        return Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version,
-                       world_seconds=self.world_seconds or WORLD_SECONDS)
+        made = Sampler(model, slots=self.slots, cache_tokens=self.cache_tokens, temperature=self.temperature, version=version,
+                       world_seconds=self.world_seconds or WORLD_SECONDS, cache_share=self.cache_share)
+        made.record = record and model.config.moe is not None
+        return made
 
     def graded(self, sampler: AnySampler, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts, finished and graded, by group and member."""
@@ -87,7 +92,7 @@ class RLConfig:
     learner: LearnerConfig = setting(LearnerConfig(), "optimiser")
     tau: TauConfig = setting(TauConfig(), "budget over the run")
     cells: tuple[CellTau, ...] = setting((), "cells with a tau of their own, for a run over several")
-    replay: Literal["experts"] | None = setting(None, "experts: every update of an iteration uses the experts that its first weights chose")
+    replay: Literal["experts"] | None = setting(None, "experts: the trainer sends ids to the experts that they went to when sampled")
     largest_gap: float = setting(1e-3, "alarm when trainer and sampler differ by more than this log-probability on average")
     keep: KeepConfig = setting(KeepConfig(), "checkpoints")
     collect: CollectConfig | None = setting(None, "rollouts that are kept for a further fine-tuning")
@@ -147,7 +152,7 @@ def train(start: Start, config: RLConfig, folder: Path) -> list[dict[str, Any]]:
                 decides=start.decides(config), recipe=start.setup.recipe)
     done, offset = kept.begin()
     rows = []
-    make = start.sampler or config.sampling.sampler
+    make = start.sampler or partial(config.sampling.sampler, record=config.replay is not None)
     with (kept.metrics(offset, done) as metrics, Grading(config.sampling.graders, config.sampling.grader_seconds) as grading,
           closing(make(made.model, done, folder, made.mesh)) as sampler):
         for step in range(done, config.steps):
@@ -253,8 +258,8 @@ def learn(made: Learner, iteration: Iteration, start: Start, config: RLConfig, s
     rate = made.rate()
     parts = [order[part :: config.updates] for part in range(config.updates)]
     pieces = [_pieces(made, [groups[i] for i in part], advantages[part], rewards[part], config, step) for part in parts]
-    if config.replay is not None:  # the first update needs none: its weights are those that sampled
-        pieces[1:] = [[replace(piece, routes=made.routes_of(piece.documents)) for piece in part] for part in pieces[1:]]
+    if config.replay is not None:
+        pieces = [[replace(piece, routes=_routes(made, piece, part > 0)) for piece in some] for part, some in enumerate(pieces)]
     for part, some in enumerate(pieces):
         seen.norms.append(made.update(some, lambda piece, part=part: _loss(made, piece, config, seen, part == 0),  # type: ignore[misc]
                                       lambda piece: piece.routes))
@@ -273,6 +278,12 @@ def _pieces(made: Learner, groups: Sequence[Group], advantages: Tensor, rewards:
     return [Piece(documents=[learner.document(rollouts[i]) for i in part], advantages=flat[part].float(), weights=weights[part],
                   fresh=torch.tensor([rollouts[i].oldest == step for i in part]))
             for part in learner.in_pieces(chosen, sizes, config.learner.micro_tokens)]
+
+
+def _routes(made: Learner, piece: Piece, later: bool) -> Routes:
+    """Where the sampler sent the ids. Servers do not tell: then where the weights before the first update, which are theirs, send them."""
+    found = learner.sampled_routes(piece.documents, made.mesh.device)
+    return found or (made.routes_of(piece.documents) if later else ())
 
 
 def _loss(made: Learner, piece: Piece, config: RLConfig, seen: Seen, first: bool) -> Tensor:
@@ -308,4 +319,5 @@ def _measured(iteration: Iteration, budgets: Budgets | None, tau: Tau) -> dict[s
         "entropy": -sum(sum(r.logprobs) for r in scored) / max(1, sampled), "groups": len(iteration.groups), "tokens": sampled,
         "read_tokens": sum(len(r.token_ids) for group in iteration.groups for r in group.rollouts),
         "sampled_tokens": iteration.sampled_tokens, "carried": iteration.carried, "dropped": iteration.dropped, "failed": iteration.failed,
+        "set_back": iteration.set_back,
     }

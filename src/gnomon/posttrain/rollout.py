@@ -6,11 +6,13 @@ Read next: `partial.py`, which keeps the unfinished ones; `policy.py`, which mak
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gnomon.agent.trajectory import Score, Span
 from gnomon.posttrain.problem import Problem
@@ -24,7 +26,8 @@ class Rollout:
     """`spans` follow the prompt. `end` None: not finished. `seed` decides every draw.
 
     `world` is the state of an unfinished one's episode, which has answered the first `heard` sampled ids. `group` numbers the group in the
-    run, `member` the rollout in its group. `score` None: not graded yet.
+    run, `member` the rollout in its group. `score` None: not graded yet. `experts` [ids, layers, k] are those that ids were sent to, each
+    by the weights that read it first; None where nobody wrote them down, and short of ids that nobody has read.
     """
 
     problem: Problem
@@ -37,6 +40,7 @@ class Rollout:
     heard: int = 0
     score: Score | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    experts: NDArray[np.int16] | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -81,8 +85,9 @@ class Rollout:
         """Everything but the problem, of which the number in the run is kept."""
         spans = [{"ids": list(s.token_ids), "logprobs": list(s.logprobs), "version": s.policy_version} for s in self.spans]
         score = None if self.score is None else self.score.to_json()
+        experts = None if self.experts is None else {"shape": self.experts.shape, "ids": b64encode(self.experts.tobytes()).decode()}
         return {"group": self.group, "member": self.member, "seed": self.seed, "problem": self.problem.id, "spans": spans, "end": self.end,
-                "world": self.world, "heard": self.heard, "score": score, "notes": dict(self.notes)}
+                "world": self.world, "heard": self.heard, "score": score, "notes": dict(self.notes), "experts": experts}
 
 
 def given(ids: tuple[int, ...]) -> Span:
@@ -103,7 +108,9 @@ def from_json(record: Mapping[str, Any], problem: Problem) -> Rollout:
                   for s in record["spans"])
     score = None if record["score"] is None else Score.from_json(Fields(record["score"], "rollout", "score"))
     plain = {name: record[name] for name in ("group", "member", "seed", "end", "world", "heard", "notes")}
-    return Rollout(problem=problem, spans=spans, score=score, **plain)
+    kept = record.get("experts")
+    experts = None if kept is None else np.frombuffer(b64decode(kept["ids"]), dtype=np.int16).reshape(kept["shape"])
+    return Rollout(problem=problem, spans=spans, score=score, experts=experts, **plain)
 
 
 def seed_of(*numbers: int) -> int:

@@ -21,6 +21,7 @@ from gnomon.agent.rubric_judge import compare
 from gnomon.agent.trajectory import Score
 from gnomon.config import setting
 from gnomon.errors import ConfigError, GnomonError
+from gnomon.parallel.mesh import Mesh
 from gnomon.posttrain.effort import Budgets, measure
 from gnomon.posttrain.partial import Group
 from gnomon.posttrain.rollout import Rollout
@@ -61,14 +62,19 @@ def lengths(rollouts: Sequence[Rollout], measured_on: str = "") -> Budgets:
 class Tournament:
     """Judges groups. `l0` None: no length loses. `policy` is the one of the settings, if it was opened already."""
 
-    def __init__(self, config: TournamentConfig, tokenizer: Tokenizer, l0: Budgets | None = None, policy: Policy | None = None) -> None:
-        self.config, self._tokenizer, self._l0 = config, tokenizer, l0
+    def __init__(self, config: TournamentConfig, tokenizer: Tokenizer, l0: Budgets | None = None, policy: Policy | None = None,
+                 mesh: Mesh | None = None) -> None:
+        self.config, self._tokenizer, self._l0, self._mesh = config, tokenizer, l0, mesh or Mesh()
         settings: Mapping[str, Any] = {name: value for name, value in config.judge.items() if name != "kind"}
         self._policy = policies.opened(config.judge["kind"], settings) if policy is None else policy
 
     def judged(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups; those whose problem has no grader have rewards from their tournament now."""
-        return asyncio.run(self._judged(groups))
+        """The groups; those whose problem has no grader have rewards from their tournament now. Of several ranks, which all know the same
+        groups, the first one asks the judge, and all hear what it said."""
+        found = asyncio.run(self._judged(groups)) if self._mesh.is_main else []
+        scores = self._mesh.gather([[each.score for each in group.rollouts] for group in found])[0]
+        return [group if group.problem.grade is not None else replace(group, rollouts=tuple(map(_scored, group.rollouts, its)))
+                for group, its in zip(groups, scores, strict=True)]
 
     async def _judged(self, groups: Sequence[Group]) -> list[Group]:
         room = asyncio.Semaphore(self.config.at_once)
@@ -108,3 +114,7 @@ class Tournament:
 
     def _too_long(self, rollout: Rollout) -> bool:
         return self._l0 is not None and len(answer(rollout)) > self.config.sigma * self._l0.of(rollout)
+
+
+def _scored(rollout: Rollout, score: Score | None) -> Rollout:
+    return replace(rollout, score=score)

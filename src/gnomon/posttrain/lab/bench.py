@@ -1,4 +1,4 @@
-"""Where the lab's programs run: one sandbox, and all programs that wait, together.
+"""Where the lab's programs run: one interpreter in one sandbox, and all programs that wait, together.
 
 Grading happens in many threads; each asks for one program and waits. Read next: `coding.py`, which asks.
 """
@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from gnomon.errors import GnomonError, VerifierError
 from gnomon.sandbox.open import open_backend
-from gnomon.sandbox.sandbox import Backend, Command, Sandbox, Spec
+from gnomon.sandbox.sandbox import Backend, Command, Process, Sandbox, Spec
 
 Program = tuple[tuple[str, int], ...]
 """Statements of a program, each an operator and a number that it puts to the value."""
@@ -27,15 +27,16 @@ Asked = tuple[tuple[Program, ...], "Future[list[list[int]]]"]
 RUNNER = """\
 import json, sys
 STATEMENTS = {"+": "value = (value + {}) % 10", "-": "value = (value - {}) % 10", "*": "value = (value * {}) % 10"}
-results = []
-for program in json.load(sys.stdin):
-    text = ["def program(value):", *("    " + STATEMENTS[operator].format(number) for operator, number in program), "    return value"]
-    scope = {}
-    exec("\\n".join(text), scope)
-    results.append([scope["program"](value) for value in range(10)])
-print(json.dumps(results))
+for line in sys.stdin:
+    results = []
+    for program in json.loads(line):
+        text = ["def program(value):", *("    " + STATEMENTS[operator].format(number) for operator, number in program), "    return value"]
+        scope = {}
+        exec("\\n".join(text), scope)
+        results.append([scope["program"](value) for value in range(10)])
+    print(json.dumps(results), flush=True)
 """
-"""Runs in the sandbox: reads programs, writes what each gives for every digit."""
+"""Runs in the sandbox: reads a line of programs, writes a line of what each gives for every digit, until there are no more."""
 
 SECONDS = 60.0
 MOST = 256
@@ -83,14 +84,17 @@ class Bench:
     async def _work(self) -> None:
         backend: Backend | None = None
         box: Sandbox | None = None
+        runner: _Runner | None = None
         try:
             while (batch := await asyncio.to_thread(self._batch)):
                 try:
                     if backend is None:
                         backend = await open_backend(self.backend)
-                    if box is None:
+                    if box is None or runner is None:
                         box = await backend.create(Spec(ttl_seconds=None, metadata={"purpose": "bench of the lab"}))
-                    values = iter(await _ran(box, [program for programs, _ in batch for program in programs]))
+                        command = Command(argv=("python3", "-c", RUNNER), timeout_seconds=None)
+                        runner = _Runner(await box.start(command, stdin=True))
+                    values = iter(await runner.run([program for programs, _ in batch for program in programs]))
                     for programs, future in batch:
                         future.set_result([next(values) for _ in programs])
                 except (GnomonError, OSError, ValueError) as error:  # those who wait hear it; the next batch gets a new sandbox
@@ -100,7 +104,7 @@ class Bench:
                     if box is not None:
                         with contextlib.suppress(GnomonError, OSError):
                             await box.kill()
-                    box = None
+                    box = runner = None
         finally:
             if backend is not None:
                 await backend.close()
@@ -122,13 +126,31 @@ class Bench:
         return batch
 
 
-async def _ran(box: Sandbox, programs: Sequence[Program]) -> list[list[int]]:
-    """What the sandbox says of programs. What is no list of ten numbers for each is a failure, not an answer."""
-    text = json.dumps([list(map(list, program)) for program in programs]).encode()
-    done = await box.exec(Command(argv=("python3", "-c", RUNNER), stdin=text, timeout_seconds=SECONDS))
-    if done.code:
-        raise VerifierError(f"exit status {done.code}: {done.stderr[-300:].decode(errors='replace')}")
-    found: Any = json.loads(done.stdout)
-    if not (isinstance(found, list) and len(found) == len(programs) and all(isinstance(each, list) and len(each) == 10 for each in found)):
-        raise VerifierError(f"the sandbox said {done.stdout[:100]!r}")
-    return found
+class _Runner:
+    """The program in the sandbox, which stays there: starting an interpreter costs more than many programs."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self._output, self._read = process, process.output(), b""
+
+    async def run(self, programs: Sequence[Program]) -> list[list[int]]:
+        """What the sandbox says of programs. What is no list of ten numbers for each is a failure, not an answer."""
+        await self._process.write(json.dumps([list(map(list, program)) for program in programs]).encode() + b"\n")
+        line = await asyncio.wait_for(self._line(), SECONDS)
+        found: Any = json.loads(line)
+        lists = isinstance(found, list) and all(isinstance(each, list) and len(each) == 10 for each in found)
+        if not lists or len(found) != len(programs):
+            raise VerifierError(f"the sandbox said {line[:100]!r}")
+        return found
+
+    async def _line(self) -> bytes:
+        said = b""
+        while b"\n" not in self._read:
+            chunk = await anext(self._output, None)
+            if chunk is None:
+                raise VerifierError(f"the program in it ended: {said[-300:].decode(errors='replace')}")
+            if chunk.stream == "stdout":
+                self._read += chunk.data
+            else:
+                said += chunk.data
+        line, _, self._read = self._read.partition(b"\n")
+        return line

@@ -6,6 +6,7 @@ Read next: `desk.py`; `gnomon/posttrain/sft.py`, `gate.py` and `effort.py`, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +22,7 @@ from gnomon.posttrain import gate as gates
 from gnomon.posttrain.demonstrations import Example
 from gnomon.posttrain.keeping import fingerprint
 from gnomon.posttrain.lab import scores
-from gnomon.posttrain.lab.desk import Desk, history
+from gnomon.posttrain.lab.desk import Desk, history, last_round, round_folder
 from gnomon.posttrain.lab.recipe import PhaseConfig
 from gnomon.posttrain.lab.tasks import Cells
 from gnomon.posttrain.learner import Learner, LearnerConfig
@@ -35,13 +36,19 @@ BLOCK = 32  # weights that share a scale
 
 
 def phase(desk: Desk) -> dict[str, Any]:
-    """One phase of the cold start, from the one before."""
+    """One phase of the cold start, from the one before; rounds on new texts are added while it has not learnt enough."""
     number = desk.job.phase
     config = desk.recipe.cold[number]
-    model = _beginning(desk, number, _shape(desk.recipe.model, config.quantised))
-    fit(model, _texts(desk, config, number), config.train, desk.folder, seed=desk.draws, say=desk.say)
-    rows = history(desk.folder)
-    return {"steps": len(rows), "tokens": sum(row["tokens"] for row in rows), "loss": rows[-1]["loss"]}
+    model, folders = _beginning(desk, number, _shape(desk.recipe.model, config.quantised)), list[Path]()
+    while not folders or (len(folders) < config.rounds and config.short(history(folders[-1])[-1])):
+        again = (len(folders),) if folders else ()
+        folders.append(desk.folder / round_folder(len(folders) + 1))
+        if again:
+            desk.say(f"held-out loss above {config.until}: round {len(folders)} of at most {config.rounds}")
+        texts = _texts(desk, config, number, again=again)
+        fit(model, texts, config.train, folders[-1], seed=seed_of(desk.draws, *again) if again else desk.draws, say=desk.say)
+    rows = history(*folders)
+    return {"steps": len(rows), "tokens": sum(row["tokens"] for row in rows), "loss": rows[-1]["loss"], "rounds": len(folders)}
 
 
 def _shape(model: ModelConfig, serves: bool) -> ModelConfig:
@@ -53,13 +60,13 @@ def _beginning(desk: Desk, number: int, shape: ModelConfig) -> Transformer:
     """The weights that a phase begins with, in a shape of its own."""
     model = Transformer(shape).initialise(desk.seed)
     if number:
-        before = desk.root / f"cold/{number}"
+        before = last_round(desk.root / f"cold/{number}")
         model.load_state_dict(runs.load_model(before)[0].state_dict())
     return model
 
 
-def _texts(desk: Desk, config: PhaseConfig, number: int, count: int | None = None) -> list[Example]:
-    seed = seed_of(desk.seed, 21, number)
+def _texts(desk: Desk, config: PhaseConfig, number: int, count: int | None = None, again: tuple[int, ...] = ()) -> list[Example]:
+    seed = seed_of(desk.seed, 21, number, *again)
     lines = (desk.tasks.demonstration(i, seed, config.dense, config.shares) for i in range(count or config.texts))
     return [Example(token_ids=line.token_ids, weights=line.weights) for line in lines]
 

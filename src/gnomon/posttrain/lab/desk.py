@@ -57,7 +57,7 @@ class Desk:
     @property
     def cold(self) -> Path:
         """The run folder of the finished cold start."""
-        return self.root / f"cold/{len(self.recipe.cold)}"
+        return last_round(self.root / f"cold/{len(self.recipe.cold)}")
 
     def cold_model(self) -> Transformer:
         """A fresh copy of it."""
@@ -81,6 +81,19 @@ class Desk:
     def scores(self, model: Transformer, cells: Cells, sampler: Sampler | None = None) -> dict[str, Any]:
         """How good a model is in some cells under the frozen b0, as JSON by `domain/effort`."""
         return evaluated(self.recipe, model, self.tasks, cells, self.budgets(), seed=self.seed, sampler=sampler)
+
+
+def round_folder(number: int) -> str:
+    """Where a round of a phase is, in the phase's folder: the first one is there itself."""
+    return "." if number == 1 else f"round-{number}"
+
+
+def last_round(phase: Path) -> Path:
+    """The run folder in which a finished phase ended."""
+    number = 1
+    while (phase / round_folder(number + 1)).exists():
+        number += 1
+    return phase / round_folder(number)
 
 
 def work(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -19,9 +19,9 @@ from gnomon.posttrain.keeping import set_apart
 from gnomon.posttrain.lab import scores
 from gnomon.posttrain.lab.desk import Desk, history, totals
 from gnomon.posttrain.learner import Document
-from gnomon.posttrain.policy import PAGE_TOKENS
 from gnomon.posttrain.rl import Start
 from gnomon.posttrain.sft import quantised
+from gnomon.posttrain.slots import PAGE_TOKENS
 from gnomon.posttrain.teachers import Teachers
 
 TAIL = 10

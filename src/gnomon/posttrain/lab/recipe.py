@@ -5,9 +5,10 @@ Read next: `recipes/lab.toml`, `plan.py`, which makes jobs of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gnomon import config as toml
 from gnomon.config import setting
@@ -33,12 +34,21 @@ class PhaseConfig:
     shares: dict[str, float] = setting(factory=dict, doc="share of each domain in them; nothing: all alike")
     quantised: bool = setting(True, "train routed experts as they are served; false: full precision, as pre-training is")
     train: SFTConfig = setting(SFTConfig(epochs=1, batch_tokens=4096), "epochs, batches, optimiser")
+    until: float | None = setting(None, "held-out loss that it should reach: while it has not, rounds on new texts follow; none: one round")
+    rounds: int = setting(3, "rounds at most, the first one too; without 'until' there is one")
 
     def __post_init__(self) -> None:
         if self.texts < 1 or not 0 <= self.dense <= 1:
             raise ConfigError(f"'texts' {self.texts} must be at least 1 and 'dense' {self.dense} a share between 0 and 1")
         if self.shares and (min(self.shares.values()) < 0 or sum(self.shares.values()) <= 0):
             raise ConfigError(f"'shares' is {self.shares}; none may be negative, and one must be above 0")
+        if self.rounds < 1 or (self.until is not None and (self.until <= 0 or not self.train.held_out)):
+            raise ConfigError(f"'until' is {self.until} with 'rounds' {self.rounds} and 'train.held_out' {self.train.held_out}; a loss "
+                              "to be reached is positive, some texts are held out to measure it, and there is at least one round")
+
+    def short(self, last: Mapping[str, Any]) -> bool:
+        """Whether a round whose last row of metrics this is has not learnt enough."""
+        return self.until is not None and bool(last["held_out_loss"] > self.until)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

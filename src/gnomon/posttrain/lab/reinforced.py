@@ -78,15 +78,19 @@ def mixed(desk: Desk) -> dict[str, Any]:
         folders.append(desk.folder / f"round-{len(folders) + 1}")
         taus = tuple(CellTau(domain=d, effort=e, tau=_held(recipe.domain(d).cell(e).tau, first)) for d, e in cells)
         config = replace(shared, steps=steps, cells=taus)
-        if not first:  # at the learning rate that the first round ended with
-            made = config.learner
-            optimizer = replace(made.optimizer, learning_rate=made.optimizer.learning_rate * made.schedule.final)
-            held = replace(made.schedule, warmup=0.0, final=1.0)
-            config = replace(config, learner=replace(made, optimizer=optimizer, schedule=held))
+        if not first:
+            config = _held_rate(config)
         _train(desk, model, config, cells, folders[-1])
         rows = history(folders[-1])
         used, each_step = used + work(rows), work(rows) / len(rows)
     return _told(desk, model, history(*folders), cells) | {"equal": whole, "share": used / max(1, whole)}
+
+
+def _held_rate(config: RLConfig) -> RLConfig:
+    """A further round: at the learning rate that the one before it ended with."""
+    made = config.learner
+    optimizer = replace(made.optimizer, learning_rate=made.optimizer.learning_rate * made.schedule.final)
+    return replace(config, learner=replace(made, optimizer=optimizer, schedule=replace(made.schedule, warmup=0.0, final=1.0)))
 
 
 def _held(tau: TauConfig, first: bool) -> TauConfig:
@@ -96,16 +100,22 @@ def _held(tau: TauConfig, first: bool) -> TauConfig:
 
 def sequential(desk: Desk) -> dict[str, Any]:
     """One model, reinforced in one cell after the other, each for as many steps as make the compute equal: max, high and low of a domain,
-    then the next domain."""
+    then the next domain. Where its answers are shorter than those of the experts were, rounds in the last cell take what is left."""
     whole, experts = spent(desk)
-    model, used, folders = desk.cold_model(), 0, list[Path]()
+    reach = desk.recipe.seesaw.reach * whole
+    model, used, each_step, folders = desk.cold_model(), 0, 1.0, list[Path]()
     order = sorted(experts, key=lambda cell: [each.name for each in desk.recipe.domains].index(cell[0]) * 3
                    + ("max", "high", "low").index(cell[1]))
-    for place, cell in enumerate(order):
+    while len(folders) < len(order) or (order and used < reach and len(folders) < len(order) + MOST_ROUNDS):
+        place = len(folders)
+        cell, first = order[min(place, len(order) - 1)], place < len(order)
         left = sum(experts[other]["work"] for other in order[place:])
-        steps = max(1, round(experts[cell]["steps"] * max(0, whole - used) / max(1, left)))
+        share = max(0, whole - used) / max(1, left)
+        steps = max(1, round(experts[cell]["steps"] * share) if first else math.ceil((whole - used) / each_step))
         folders.append(desk.folder / f"{place + 1}-{cell[0]}-{cell[1]}")
-        own = replace(desk.recipe.domain(cell[0]).cell(cell[1]), steps=steps)
-        _train(desk, model, settings(desk.recipe.expert, own), (cell,), folders[-1])
-        used += work(history(folders[-1]))
+        own = desk.recipe.domain(cell[0]).cell(cell[1])
+        config = settings(desk.recipe.expert, replace(own, steps=steps, tau=_held(own.tau, first)))
+        _train(desk, model, config if first else _held_rate(config), (cell,), folders[-1])
+        rows = history(folders[-1])
+        used, each_step = used + work(rows), max(1.0, work(rows) / len(rows))
     return _told(desk, model, history(*folders), desk.open_cells) | {"equal": whole, "share": used / max(1, whole)}
