@@ -18,7 +18,7 @@ TEST_ARGS ?= -n 2
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make tour    the whole system in miniature, a few minutes on two cores"
+	@echo "make tour    the whole system in miniature, some ten minutes on two cores"
 	@echo "make test    the tests (make slow: the long ones)"
 	@echo "make sanitize  the C++ operators under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint    ruff and mypy"

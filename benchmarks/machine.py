@@ -1,5 +1,6 @@
 """What every benchmark shares: a fingerprint of the machine, spread over repetitions, and where results are kept."""
 
+import argparse
 import json
 import os
 import platform
@@ -11,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def described(text: str | None) -> None:
+    """`--help` of a benchmark without options: its docstring. An argument that is not known is refused instead of ignored."""
+    argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 
 def fingerprint() -> dict[str, Any]:

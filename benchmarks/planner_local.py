@@ -6,7 +6,7 @@ Calibrates into a folder of its own, then trains and samples three other shapes 
 import tempfile
 from pathlib import Path
 
-from machine import save
+from machine import described, save
 
 from gnomon.plan.local import calibrate, measured, predicted, shapes
 
@@ -36,4 +36,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

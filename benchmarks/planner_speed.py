@@ -5,7 +5,7 @@ import gc
 import subprocess
 import sys
 
-from machine import repeat, save
+from machine import described, repeat, save
 
 from gnomon.plan.answer import ask, coster
 from gnomon.plan.calibration import best_record
@@ -60,4 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

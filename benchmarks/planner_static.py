@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from machine import save
+from machine import described, save
 
 from gnomon.plan.families import all_mla, at_equal_active, compare, families, layered_sparse
 from gnomon.plan.published import static, table
@@ -45,4 +45,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from machine import repeat, save
+from machine import described, repeat, save
 
 ENTRY = Path(sys.executable).with_name("gnomon")
 COMMANDS = {
@@ -26,4 +26,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

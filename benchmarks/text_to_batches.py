@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import repeat, save
+from machine import described, repeat, save
 
 from gnomon.data import bpe
 from gnomon.data.machine_text import default_corpus
@@ -76,4 +76,5 @@ def report(result: dict[str, Any], name: str, seconds: dict[str, float], amount:
 
 
 if __name__ == "__main__":
+    described(__doc__)
     main()

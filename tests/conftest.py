@@ -5,39 +5,56 @@ The jaxtyping hook checks the shape and type of every annotated tensor argument 
 """
 
 import os
+import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import jaxtyping
 import pytest
 from beartype import BeartypeConf, beartype
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
 _decorate = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_tensor = re.compile(r"\bTensor\b")
+
+
+def _speaks(hint: Any) -> bool:
+    """Whether a hint is of tensors."""
+    return bool(_tensor.search(hint if isinstance(hint, str) else repr(hint)))
 
 
 def _check(function: Any) -> Any:
     """Check the hints that speak of tensors; the rest is for mypy, and not all of it can be checked while running."""
     hints = getattr(function, "__annotations__", {})
-    hints.update({name: object for name, hint in hints.items() if "Tensor" not in (hint if isinstance(hint, str) else repr(hint))})
+    hints.update({name: object for name, hint in hints.items() if not _speaks(hint)})
     return _decorate(function)
 
 
+def _where_tensors(*, typechecker: Any) -> Callable[[Any], Any]:
+    """`jaxtyped` for functions and classes with hints that speak of tensors. Around others it would check nothing, and take its time at
+    each call and each definition, those inside functions too."""
+    shaped = _jaxtyped(typechecker=typechecker)
+    return lambda target: shaped(target) if any(map(_speaks, target.__annotations__.values())) else target
+
+
 def speak_of_tensors() -> list[str]:
-    """The modules that have tensors to check; in the others the wrappers would only cost time."""
+    """The modules that have tensors to check."""
     package = Path(__file__).resolve().parents[1] / "src" / "gnomon"
-    files = [path for path in package.rglob("*.py") if path.name != "__init__.py" and "Tensor" in path.read_text(encoding="utf-8")]
+    files = [path for path in package.rglob("*.py") if path.name != "__init__.py" and _tensor.search(path.read_text(encoding="utf-8"))]
     return [".".join(("gnomon", *path.relative_to(package).with_suffix("").parts)) for path in files]
 
 
-# The hook takes the checker by a dotted name.
+# The hook takes the checker by a dotted name, and `jaxtyped` from its package.
 checker = types.ModuleType("gnomon_shape_checker")
 checker.check = _check  # type: ignore[attr-defined]
 sys.modules[checker.__name__] = checker
+_jaxtyped, jaxtyping.jaxtyped = jaxtyping.jaxtyped, _where_tensors  # type: ignore[assignment]
 install_import_hook(speak_of_tensors(), f"{checker.__name__}.check")
 
 

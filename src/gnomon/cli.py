@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=_version())
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
 
-    tour = verbs.add_parser("tour", help="the whole system in miniature, a few minutes on two cores")
+    tour = verbs.add_parser("tour", help="the whole system in miniature, some ten minutes on two cores")
     tour.add_argument("overrides", nargs="*", metavar="key=value", help="fields of recipes/tour.toml to change")
     tour.add_argument("--data", type=Path, action="append", metavar="PATH", help="file, folder or glob (default: this machine's text)")
     tour.add_argument("--out", type=Path, default=Path("tour"), help="folder for the run and its report (default: tour)")

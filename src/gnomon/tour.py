@@ -1,4 +1,4 @@
-"""The whole system in miniature, a few minutes on two cores: `gnomon tour`, `make tour`.
+"""The whole system in miniature, some ten minutes on two cores: `gnomon tour`, `make tour`.
 
 Each step does the real thing at a small size and says in a few lines what it shows. What it prints is kept in `tour.html`, its figures
 in `tour.json`, and the training run's own report beside them. The same command again goes on where it stopped.

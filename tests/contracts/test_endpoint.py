@@ -156,6 +156,24 @@ def test_text_that_is_none_is_refused_before_it_is_sent(pretending: Any) -> None
     assert not bodies
 
 
+def test_pictures_go_out_in_messages_where_ids_are_asked_for(pretending: Any, chat: ChatFormat) -> None:
+    url, bodies = pretending([(200, GOOD), (200, GOOD)])
+    policy = EndpointPolicy(Endpoint(url=url, model="m"), chat)
+    recorder = Recorder(policy, EMPTY)
+    seen = Message(role="user", content=(Text(text="see"), Image(data=b"x", media_type="image/png")))
+
+    async def run() -> None:
+        first = await recorder.complete(Conversation(messages=(seen,), thinking=False), Sampling(max_tokens=10))
+        await recorder.complete(Conversation(messages=(seen, first.message, user("and now?"))), Sampling(max_tokens=10))
+        await recorder.close()
+
+    asyncio.run(run())
+    assert ["messages" in body and "prompt" not in body for body in bodies] == [True, True]
+    assert [body.get("thinking") for body in bodies] == [{"type": "disabled"}, None]
+    assert bodies[1]["messages"][0]["content"][1]["image_url"]["url"] == "data:image/png;base64,eA=="
+    assert [turn.parent for turn in recorder.trajectory.turns] == [None, 0]
+
+
 def test_a_conversation_goes_out_whole(pretending: Any) -> None:
     url, bodies = pretending([(200, GOOD)])
     call = ToolCall(id="c", name="bash", arguments="{}")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gnomon.agent.trajectory import Trajectory, Turn
-from gnomon.data.messages import Image, Message, Text, ToolCall
+from gnomon.data.messages import Message, Text, ToolCall
 from gnomon.errors import DataError
 
 VERSION = "ATIF-v1.8"
@@ -129,7 +129,7 @@ def _caller(steps: Sequence[dict[str, Any]], message: Message) -> dict[str, Any]
 
 def _content(message: Message) -> str | list[dict[str, Any]]:
     """Text as it is; with images a list of parts, their bytes in a data URL."""
-    if not any(isinstance(part, Image) for part in message.content):
+    if not message.images:
         return message.text
     return [{"type": "text", "text": part.text} if isinstance(part, Text) else
             {"type": "image", "source": {"media_type": part.media_type, "path":

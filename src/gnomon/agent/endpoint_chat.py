@@ -12,10 +12,12 @@ from gnomon.errors import DataError, PolicyError
 
 
 def body(conversation: Conversation, sampling: Sampling) -> dict[str, Any]:
-    """The body of a request, without the model's name. Thinking goes back as `reasoning_content`, the name at servers that think."""
+    """The body of a request, without the model's name. Thinking goes back as `reasoning_content`, the name at servers that think; a
+    conversation without thinking says so as the API of these models does, and nothing otherwise."""
     chosen: dict[str, Any] = {
         "messages": [_message(message) for message in conversation.messages],
         "tools": [dict(tool.declared) for tool in conversation.tools] or None, "reasoning_effort": conversation.effort,
+        "thinking": None if conversation.thinking else {"type": "disabled"},
         "tool_choice": _choice(conversation.tool_choice), "response_format": _format(conversation),
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed,
         "stop": list(sampling.stop) or None,

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from gnomon.data.messages import Image, Message, ToolCall
+from gnomon.data.messages import Message, ToolCall
 
 Words = tuple[Any, ...]
 
@@ -20,8 +20,7 @@ Words = tuple[Any, ...]
 def words(message: Message) -> Words:
     """What an assistant said, to be compared and looked up: thinking and text without white space around them, calls by id, name and the
     values of their arguments."""
-    images = tuple(part for part in message.content if isinstance(part, Image))
-    return (message.name, (message.reasoning or "").strip(), message.text.strip(), images, tuple(map(_call, message.tool_calls)))
+    return (message.name, (message.reasoning or "").strip(), message.text.strip(), message.images, tuple(map(_call, message.tool_calls)))
 
 
 def unthought(said: Words) -> Words:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gnomon.agent.task import Task
 from gnomon.agent.trajectory import Score, Trajectory, Turn
-from gnomon.data.messages import Image, Message, Text, Tool
+from gnomon.data.messages import Message, Text, Tool
 from gnomon.errors import DataError
 
 VERSION = 1
@@ -103,7 +103,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _content(message: Message) -> str | list[dict[str, Any]]:
     """Text as it is; with images a list of parts, their bytes in a data URL."""
-    if not any(isinstance(part, Image) for part in message.content):
+    if not message.images:
         return message.text
     return [{"type": "text", "text": part.text} if isinstance(part, Text) else
             {"type": "image_url", "image_url": {"url": f"data:{part.media_type};base64,{base64.b64encode(part.data).decode('ascii')}"}}

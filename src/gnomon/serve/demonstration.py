@@ -72,7 +72,7 @@ def describe(runner: Runner, eye: Eye, tokenizer: Tokenizer, tasks: Sequence[Sho
             user = Message(role="user", content=tuple(content))
             prompt, boundaries, seen = sight.place(chat.encode(Conversation(messages=(user,), thinking=False), images=True))
             request = Request(id="picture", prompt=prompt, boundaries=boundaries, images=seen, cache=False,
-                              sampling=Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0))
+                              sampling=Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0, stop_ids=frozenset(tokenizer.stop_ids)))
             closes = {tokenizer.eos_id, *chat.answer_closes}
             said.append(tokenizer.decode([token for token in _answer(engine, request)[0] if token not in closes]))
     finally:

@@ -6,6 +6,7 @@ torch: slow, but it is the meaning, and it runs where there is no C++ library. R
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from gnomon.errors import ConfigError
 from gnomon.model.config import ModelConfig
 from gnomon.model.inference import PAGE, InferenceModel, Outputs, refuse
 from gnomon.model.inference_state import PackedRows, StatePool
+from gnomon.model.router import recorded
 from gnomon.model.state import KDAState, LayerState, MLACache
 from gnomon.model.transformer import Transformer
 
@@ -27,8 +29,8 @@ class Runner(Protocol):
         """A pool with this many slots and pages for `tokens` tokens in all."""
         ...
 
-    def forward(self, rows: PackedRows, pool: StatePool, *, logits: bool = True) -> Outputs:
-        """Results of the wanted rows, on the CPU; states move on. Raises `ConfigError` for rows that do not fit."""
+    def forward(self, rows: PackedRows, pool: StatePool, *, logits: bool = True, experts: bool = False) -> Outputs:
+        """Results of the wanted rows, on the CPU, and the experts of all; states move on. Raises `ConfigError` for rows that do not fit."""
         ...
 
     def steady(self, wanted: bool) -> bool:
@@ -70,8 +72,12 @@ class TorchRunner:
         return self.model.embed(tokens[None].to(self.device))[0].float().cpu()
 
     @torch.no_grad()
-    def forward(self, rows: PackedRows, pool: StatePool, *, logits: bool = True) -> Outputs:
+    def forward(self, rows: PackedRows, pool: StatePool, *, logits: bool = True, experts: bool = False) -> Outputs:
         """One sequence after another, each cut where a copy of its state is asked for."""
+        if experts:
+            with recorded(self.model.routers()) as found:
+                outputs = self.forward(rows, pool, logits=logits)
+            return replace(outputs, experts=torch.stack([torch.cat(calls) for calls in found], 1).to("cpu", torch.int32))
         rows.check(self.config, pool)
         if rows.held:
             raise ConfigError(f"'held' is {rows.held}; this runner only advances")

@@ -60,7 +60,7 @@ class Sight:
 
     def read(self, conversation: Conversation) -> Conversation:
         """The conversation with the bytes of all its images. Raises `Refused` for too many, too large ones, none, or not allowed."""
-        images = [part for message in conversation.messages for part in message.content if isinstance(part, Image)]
+        images = conversation.images
         if len(images) > self.settings.images:
             raise Refused(f"the messages have {len(images)} images; this server takes {self.settings.images} in a request", "messages")
         until = time.monotonic() + FETCH_SECONDS

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from gnomon.data.chat import ChatFormat
 from gnomon.data.dialects.asked import Asked, Head, Refused
-from gnomon.data.messages import Conversation, Image, Message, Text
+from gnomon.data.messages import Conversation, Message, Text
 from gnomon.data.tokenizer import Tokenizer
 from gnomon.serve.admission import Admission
 from gnomon.serve.answering import Answer, Events, Prompt, Source
@@ -124,7 +124,7 @@ class Service:
             raise Refused("this model's tokenizer names no markers of a chat format; use /v1/completions", "messages")
         chat, conversation = self.chat, self._with_effort(asked.conversation)
         threads = self._threads_for(sum(_length(message) for message in conversation.messages))
-        if self.sight is not None and any(isinstance(part, Image) for message in conversation.messages for part in message.content):
+        if self.sight is not None and conversation.images:
             sight = self.sight
             read = await self.in_thread(lambda: sight.read(conversation), sight.readers)
             encoded = await self.in_thread(lambda: chat.encode(read, images=True), threads)

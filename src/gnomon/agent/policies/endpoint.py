@@ -2,7 +2,8 @@
 
 With `tokens` it sends ids to `/v1/completions` and takes back ids with their log-probabilities, as `gnomon serve` and vLLM give them; a
 server that gives none is an error, because ids that were made from text are not those that were sampled. Without, it speaks of messages to
-`/v1/chat/completions`, and trajectories have no ids. Read next: `endpoint_chat.py`.
+`/v1/chat/completions`, and trajectories have no ids. So it does, too, where a conversation shows pictures: ids alone cannot. Read next:
+`endpoint_chat.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class EndpointPolicy:
         """The model's answer. Raises `PolicyError` where the server cannot be reached or gives no answer that can be kept, `ContextFull`
         where it says that the context is too long."""
         self._sessions.add(session)
-        if self._ledger is None:
+        if self._ledger is None or conversation.images:
             answer, _ = await self._ask("/chat/completions", endpoint_chat.body(conversation, sampling))
             message, stop, spent = endpoint_chat.read(answer, self._endpoint.url)
             return Completion(message=message, stop=stop, spent=self._priced(spent))
@@ -91,7 +92,7 @@ class EndpointPolicy:
         """The tokens of a conversation; without a format, a guess of four bytes to a token."""
         if self._ledger is None:
             return sum(len(message.text.encode()) for message in conversation.messages) // 4 + 1
-        return len(self._ledger.chat.encode(conversation).tokens)
+        return len(self._ledger.chat.encode(conversation, images=bool(conversation.images)).tokens)
 
     def recall(self, session: str, context: Sequence[int], sampled: Sequence[int], message: Message) -> None:
         """Take up an answer that another process recorded; without a format there are no ids to keep."""
