@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gnomon.agent import command as agent
 from gnomon.errors import ConfigError, GnomonError
@@ -30,7 +30,22 @@ EPILOG = "Recipes are TOML files in recipes/; any field can be set as a.b=c. `gn
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are `ConfigError`s, so that all errors look alike."""
+    """An argument parser whose complaints are `ConfigError`s, so that all errors look alike.
+
+    `key=value` may stand before, between and after options: argparse alone takes all of a command's words in one place.
+    """
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the library has it, which asks this method again for the two halves of a mixed line."""
+        if self._mixing or all(action.dest != "overrides" for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see: {self.prog} --help)")

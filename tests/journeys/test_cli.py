@@ -141,6 +141,14 @@ def test_usage_errors_end_with_2(here: Path, capsys: Capture, arguments: list[st
     assert message in error_line(capsys)
 
 
+@pytest.mark.parametrize("line", [
+    "lab r.toml --seed 2 run=x workers=2", "lab --seed 2 r.toml run=x --only gate workers=2", "lab r.toml run=x workers=2 --seed 2",
+])
+def test_words_stand_before_between_and_after_options(line: str) -> None:
+    parsed = cli.parser().parse_args(line.split())
+    assert (parsed.recipe, parsed.seed, parsed.overrides) == (type(parsed.recipe)("r.toml"), 2, ["run=x", "workers=2"])
+
+
 def _binary(folder: Path) -> None:
     (folder / "x.txt").write_bytes(bytes(range(256)) * 64)
 
