@@ -54,19 +54,22 @@ INLINE void block(const float* a, int64_t stride, const float* b, int64_t b_stri
         }
 }
 
+/* Rows from `i` on by R at a time, as far as they reach. A function and no lambda: that would be compiled for the baseline where it is not
+ * inlined, which is slow and without fused additions, so that bits would hang on how many rows there are. */
+template <int W, int R, int V, bool T>
+INLINE int64_t rows_by(const Product& p, int64_t i, const float* b, int64_t b_stride, int64_t column, int64_t columns) {
+    for (; i + R <= p.m; i += R)
+        block<W, R, V, T>(p.a + at<T>(i, 0, p.a_stride), p.a_stride, b, b_stride, p.k, p.c + i * p.c_stride + column, p.c_stride, columns,
+                          p.add);
+    return i;
+}
+
 /* All rows against V vectors of one panel. */
 template <int W, int V, bool T>
 INLINE void stripe(const Product& p, const float* b, int64_t b_stride, int64_t column, int64_t columns) {
-    int64_t i = 0;
-    const auto rows = [&](auto count) {
-        constexpr int R = decltype(count)::value;
-        for (; i + R <= p.m; i += R)
-            block<W, R, V, T>(p.a + at<T>(i, 0, p.a_stride), p.a_stride, b, b_stride, p.k, p.c + i * p.c_stride + column, p.c_stride,
-                              columns, p.add);
-    };
-    rows(std::integral_constant<int, 6>{});
-    rows(std::integral_constant<int, 2>{});
-    rows(std::integral_constant<int, 1>{});
+    int64_t i = rows_by<W, 6, V, T>(p, 0, b, b_stride, column, columns);
+    i = rows_by<W, 2, V, T>(p, i, b, b_stride, column, columns);
+    rows_by<W, 1, V, T>(p, i, b, b_stride, column, columns);
 }
 
 template <int W, bool T>

@@ -47,8 +47,10 @@ def test_one_and_two_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_token_has_the_same_bits_whatever_the_others_chose() -> None:
-    inputs, ids = some(300, 24, 40, 6, 2)
+@pytest.mark.parametrize(("latent", "inner"), [(24, 40), (40, 24), (8, 56), (64, 33), (97, 48), (48, 130)])
+def test_a_token_has_the_same_bits_whatever_the_others_chose(latent: int, inner: int) -> None:
+    """Whatever the rows and columns of a tile: the widths are those of one to four vectors, whole and in part."""
+    inputs, ids = some(300, latent, inner, 6, 2)
     z, w_gate, w_up, w_down, weights = (t.detach() for t in inputs)
     whole = grouped.experts(z, w_gate, w_up, w_down, ids, weights, 4.0, 25.0)
     part = grouped.experts(z[113:127], w_gate, w_up, w_down, ids[113:127], weights[113:127], 4.0, 25.0)
