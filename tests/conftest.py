@@ -6,6 +6,7 @@ The jaxtyping hook checks the shape and type of every annotated tensor argument 
 
 import os
 import re
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start and interrupt would ignore it as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jaxtyping
 import pytest

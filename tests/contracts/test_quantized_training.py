@@ -58,18 +58,27 @@ def test_what_is_exported_is_what_was_trained(scales: str, tmp_path: Path) -> No
 @needs_library
 @pytest.mark.parametrize("inputs", ["full", "mxfp8"])
 def test_the_sampler_runs_the_trainers_numbers(inputs: str, tmp_path: Path) -> None:
-    """Log-probabilities of the inference model are the trainer's; from the exported file they are the same to the last bit."""
-    net = model(shape(inputs=inputs))
-    twin = InferenceModel.from_transformer(net)
-    with torch.no_grad():
-        expected = net(TOKENS[:1]).log_softmax(-1)[0]
-    logits = all_logits(twin)
-    assert (logits.log_softmax(-1) - expected).abs().max() < 1e-4
+    """Log-probabilities of the inference model are the trainer's; from the exported file they are the same to the last bit.
+
+    Both sum in other orders, so that an input of an expert now and then differs in its last bit; where it stands between two values of MXFP8
+    it is then rounded to the other one, and that position is off by what a step of the format makes. Of some hundred positions few are.
+    """
+    gaps = []
+    for seed in range(6):
+        net = Transformer(shape(inputs=inputs)).initialise(seed)
+        with torch.no_grad():
+            expected = net(TOKENS[:1]).log_softmax(-1)[0]
+        logits = all_logits(InferenceModel.from_transformer(net))
+        gaps.append((logits.log_softmax(-1) - expected).abs().amax(-1))
+    positions = torch.cat(gaps)
+    assert positions.median() < 1e-5
+    assert (positions > 1e-4).sum() <= (5 if inputs == "mxfp8" else 0)
     if inputs == "mxfp8":
         save_pretrained(net, tmp_path / "out")
         assert torch.equal(all_logits(InferenceModel.load(tmp_path / "out")), logits)
-        plain = InferenceModel.from_transformer(model(replace(net.config, moe=replace(net.config.moe, expert_inputs="full"))))
-        assert (all_logits(plain).log_softmax(-1) - expected).abs().max() > 1e-3, "a reader that does not round is noticed"
+        plain = InferenceModel.from_transformer(
+            Transformer(replace(net.config, moe=replace(net.config.moe, expert_inputs="full"))).initialise(seed))
+        assert (all_logits(plain).log_softmax(-1) - expected).abs().amax(-1).median() > 1e-2, "a reader that does not round is noticed"
 
 
 def all_logits(twin: InferenceModel) -> torch.Tensor:

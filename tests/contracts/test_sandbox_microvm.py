@@ -491,6 +491,7 @@ def test_translation_never_passes_for_strong_isolation(accelerator: str, monkeyp
         else:
             await (await open_backend("microvm", isolation="strong", store=LayerStore(tmp_path))).close()
 
+    monkeypatch.setattr(qemu, "find", lambda: "/bin/false")
     monkeypatch.setattr(microvm.Backend, "ready", ready)
     monkeypatch.setattr(microvm.Backend, "create", create)
     asyncio.run(main())
