@@ -158,12 +158,12 @@ def _workers(count: int) -> Iterator[Executor | None]:
         yield executor
     finally:
         if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
             own = set(multiprocessing.active_children()) - others
-            for process in own:
+            for process in own:  # before the executor lets them go: one that ends by itself meanwhile could not close what it has open
                 process.terminate()
             for process in own:
                 process.join()
+            executor.shutdown(wait=False, cancel_futures=True)
         _close()
         for name, value in before.items():
             os.environ.pop(name, None)
