@@ -10,6 +10,7 @@ library's answer for a piece. All that is said must be finite.
 
 import argparse
 import ctypes
+import gc
 import json
 import subprocess
 import sys
@@ -66,24 +67,31 @@ def forward(tokens: int, preset: str) -> dict[str, float]:
     config = named(preset)
     text = torch.randint(config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     transformer = Transformer(config).initialise(0)
-    before = status("VmRSS")
-    model = InferenceModel.from_transformer(transformer, "fp32")
     pages = torch.arange(-(-tokens // 64), dtype=torch.int32)[None]
 
-    def rows(first: int) -> PackedRows:
-        piece = text[first : first + PIECE]
+    def rows(first: int, count: int = PIECE) -> PackedRows:
+        piece = text[first : first + count]
         return PackedRows(tokens=piece, bounds=torch.tensor([0, len(piece)]), past=torch.tensor([first]),
                           slots=torch.zeros(1, dtype=torch.int64), pages=pages)
 
+    warm = InferenceModel.from_transformer(transformer, "fp32")  # threads, code and the like are there before anything is counted
+    warm.forward(rows(0, 1), warm.new_pool(1, 64))
+    del warm
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS")
+    model = InferenceModel.from_transformer(transformer, "fp32")
     last, size = rows((tokens - 1) // PIECE * PIECE), ctypes.c_int64()
     call = _call(last, last.last_rows(), torch.empty(model.structure.kda_layers, 0, model._record_width), None)
     native.library().gnomon_model_arena(model._address, ctypes.addressof(call), len(last.tokens), ctypes.addressof(size))
     predicted = config.num_parameters() * 4 + config.kv_bytes_per_token(4) * tokens + config.state_bytes() + size.value
+    predicted += PIECE * config.hidden_size * 4  # the hidden states that a piece returns
     pool = model.new_pool(1, tokens)
     began = time.perf_counter()
     for first in range(0, tokens, PIECE):
         out = model.forward(rows(first), pool)
-        assert out.logits is not None and bool(out.logits.isfinite().all() & out.hidden.isfinite().all()), f"not finite at token {first}"
+        assert out.logits is not None and bool((out.logits.sum() + out.hidden.sum()).isfinite()), f"not finite at token {first}"
+        del out
     return {"predicted_bytes": predicted, "peak_bytes": status("VmHWM") - before, "seconds": time.perf_counter() - began}
 
 
