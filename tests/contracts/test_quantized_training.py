@@ -60,8 +60,8 @@ def test_what_is_exported_is_what_was_trained(scales: str, tmp_path: Path) -> No
 def test_the_sampler_runs_the_trainers_numbers(inputs: str, tmp_path: Path) -> None:
     """Log-probabilities of the inference model are the trainer's; from the exported file they are the same to the last bit.
 
-    Both sum in other orders, so that an input of an expert now and then differs in its last bit; where it stands between two values of MXFP8
-    it is then rounded to the other one, and that position is off by what a step of the format makes. Of some hundred positions few are.
+    Both sum in other orders, so that an input of an expert now and then differs in its last bit; where it stands between two values of
+    MXFP8 it is then rounded to the other one, and that position is off by what a step of the format makes. Few of some hundred are.
     """
     gaps = []
     for seed in range(6):
