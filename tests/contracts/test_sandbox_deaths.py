@@ -67,6 +67,22 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+async def programs(pid: int, name: str, count: int) -> set[int]:
+    """The programs of a name below a process, once there are so many: one that was asked for stands in the process list a little later."""
+    async with asyncio.timeout(60):
+        while len(found := {each for each in descendants(pid) if called(each) == name}) < count:
+            await asyncio.sleep(0.01)
+    return found
+
+
+def called(pid: int) -> str:
+    """What a process is called; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def all_gone(pids: set[int], seconds: float = 20.0) -> bool:
     """Whether processes end within some time; those that only wait to be reaped have ended."""
     deadline = time.monotonic() + seconds
@@ -93,8 +109,8 @@ def test_the_zygote_is_killed() -> None:
         box = await backend.create(SPEC)
         await box.start(Command(argv=("sleep", "1000"), timeout_seconds=None))
         waiting = asyncio.ensure_future(box.exec(Command(argv=("sleep", "1000"), timeout_seconds=None)))
-        await asyncio.sleep(0.3)
-        pids = descendants(os.getpid())
+        await programs(pid_of(backend), "sleep", 2)
+        pids = {pid_of(backend), *descendants(pid_of(backend))}
         os.kill(pid_of(backend), signal.SIGKILL)
         with pytest.raises(SandboxLost):
             await waiting
@@ -128,10 +144,8 @@ def test_what_was_frozen_when_its_zygote_died_ends_with_the_next() -> None:
 def test_the_agent_is_killed() -> None:
     async def body(backend: Backend) -> None:
         box, other = await backend.create(SPEC), await backend.create(SPEC)
-        before = descendants(pid_of(backend))
         waiting = asyncio.ensure_future(box.exec(Command(argv=("sleep", "1000"), timeout_seconds=None)))
-        await asyncio.sleep(0.3)
-        (sleeper,) = descendants(pid_of(backend)) - before
+        (sleeper,) = await programs(pid_of(backend), "sleep", 1)
         agent = int(Path(f"/proc/{sleeper}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(agent, signal.SIGKILL)
         with pytest.raises(SandboxLost):
@@ -153,8 +167,10 @@ async def main():
     backend = Backend()
     for _ in range(3):
         box = await backend.create(Spec())
-        await box.start(Command(argv=("sh", "-c", "trap '' TERM HUP; setsid sleep 1000 & sleep 1000"), timeout_seconds=None))
-    await asyncio.sleep(0.3)
+        argv = ("sh", "-c", "trap '' TERM HUP; setsid sleep 1000 & echo up; sleep 1000")
+        program = await box.start(Command(argv=argv, timeout_seconds=None))
+        async for part in program.output():
+            break
     await box.pause()
     print(backend.zygote.process.pid, flush=True)
     await asyncio.sleep(1000)
@@ -184,7 +200,7 @@ def test_a_group_left_behind_is_swept() -> None:
     async def body(backend: Backend) -> None:
         pid = pid_of(backend)
         await backend.create(SPEC)
-        pids = descendants(os.getpid())
+        pids = {pid, *descendants(pid)}
         os.kill(pid, signal.SIGKILL)
         assert await asyncio.to_thread(all_gone, pids)
         await backend.create(SPEC)
@@ -286,8 +302,10 @@ def test_a_refused_creation_leaves_nothing() -> None:
         await asyncio.sleep(0.001)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
-        await asyncio.sleep(0.5)
-        assert len(descendants(pid_of(backend))) == processes and not backend.machines
+        async with asyncio.timeout(60):
+            while len(descendants(pid_of(backend))) != processes:
+                await asyncio.sleep(0.01)
+        assert not backend.machines
 
     using(body)
 

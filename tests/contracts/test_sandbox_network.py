@@ -74,8 +74,10 @@ def run(allow: tuple[str, ...], work: Callable[[Egress], Awaitable[object]], bou
             await asyncio.wait_for(work(egress), 60)
         finally:
             await egress.close()
-            await asyncio.sleep(0.05)  # for the ends that the tests closed
-            assert not egress._tasks and not egress.path.parent.exists()
+            async with asyncio.timeout(60):  # for the ends that the tests closed
+                while egress._tasks:
+                    await asyncio.sleep(0.01)
+            assert not egress.path.parent.exists()
         return egress
 
     return asyncio.run(main())
