@@ -181,7 +181,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_owner_is_killed(how: signal.Signals) -> None:
     using(lambda backend: asyncio.sleep(0))  # a skip where nothing works
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     with owner:
         try:
             assert owner.stdout is not None

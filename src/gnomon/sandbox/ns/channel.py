@@ -53,6 +53,7 @@ class Channel:
         self.space = asyncio.Event()
         self.space.set()
         self.closed = ""
+        self.ending = "the sandbox has ended"  # what those who wait are told when the other side closes
         self.loop.add_reader(connection.fileno(), self._readable)
 
     def expect(self, call: int, on_frame: Callable[[wire.Frame], None] | None = None,
@@ -107,7 +108,7 @@ class Channel:
                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) for at in range(0, len(content) - 3, 4)]  # fmt: skip
         if not data:
             self._drop(fds)
-            self.close("the sandbox has ended")
+            self.close(self.ending)
             return
         try:
             frames = [wire.unpack(data)] if self.messages else self.splitter.feed(data)

@@ -112,9 +112,12 @@ class Machine:
             self.state, self.reason = "gone", self.reason or reason
             self.owner.forget(self)
 
+    def _gone(self) -> str:
+        return f"sandbox {self.id} is gone: {self.reason}"
+
     def _awake(self) -> Channel:
         if self.state == "gone":
-            raise SandboxLost(f"sandbox {self.id} is gone: {self.reason}")
+            raise SandboxLost(self._gone())
         if self.state != "running":
             raise SandboxError(f"sandbox {self.id} is paused ({self.state}); resume() first")
         return self.channel
@@ -351,6 +354,7 @@ class Machine:
         """End it and all that runs in it, and give back everything it used."""
         self.state = "gone"
         self.reason = self.reason or "it was killed"
+        self.channel.ending = self._gone()
         if self.timer is not None:
             self.timer.cancel()
         await self.owner.end(self)
