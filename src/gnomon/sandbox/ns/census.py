@@ -96,7 +96,8 @@ def still_moving() -> tuple[set[int], set[int]]:
     shells do, waits there until the child has become the program: stopped in between, neither comes further, and neither runs."""
     moving, asleep, parents = set(), set(), set()
     for pid in pids():
-        state, parent = (first_line(f"/proc/{pid}/stat").rpartition(b")")[2].split() + [b"Z", b"0"])[:2]
+        fields = first_line(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        state, parent = fields[:2] if fields else (b"Z", b"0")  # gone meanwhile
         if state in (b"T", b"t"):
             parents.add(int(parent))
         elif state not in (b"Z", b"X"):
