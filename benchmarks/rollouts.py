@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -45,9 +46,9 @@ PROGRAM = (("+", 3), ("*", 7), ("-", 4), ("+", 5), ("*", 3), ("-", 1))
 def rollouts(count: int, bench: Bench) -> list[Rollout]:
     """Fresh ones, in groups of one prompt; answers have 20 to 36 ids."""
 
-    def grade(sampled: tuple[int, ...], world: object) -> Score:
-        found, expected = bench.run((*PROGRAM[:5], ("+", sampled[0] % 10)), PROGRAM)
-        return Score(reward=float(found[sampled[-1] % 10] % 2 == expected[0] % 2))
+    def grade(sampled: tuple[int, ...], world: object) -> Future[Score]:
+        return bench.judge((*PROGRAM[:5], ("+", sampled[0] % 10)), PROGRAM,
+                           lambda found, expected: Score(reward=float(found[sampled[-1] % 10] % 2 == expected[0] % 2)))
 
     def rollout(i: int) -> Rollout:
         problem = Problem(id=str(i), prompt=(*range(3, 2 + PROMPT), 30 + i // GROUP), domain="general", effort="max", grade=grade,
@@ -106,7 +107,7 @@ class Steps:
     def iteration(self) -> int:
         """Weights loaded, rollouts sampled and graded; returns the sampled ids."""
         self.sampler.load(self.model, 0)
-        with Grading(64) as grading:
+        with Grading() as grading:
             made = self.sampler.sample(rollouts(self.count, self.bench), on_finished=grading.submit)
             self.graded = grading.collect()
         assert all(each.score is not None and each.score.reward is not None for each in self.graded)

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,37 @@ def test_graders_that_fail_or_hang_are_the_machines_fault() -> None:
     errors = [score.error or "" for score in scores if score]
     assert "ran past 0.3 s" in errors[0] and "VerifierError: no" in errors[1] and "no finite number" in errors[2]
     assert scores[3] == Score(reward=3.0) and grading.collect() == []
+
+
+def test_a_promised_score_holds_no_thread() -> None:
+    """One thread judges the next while a promise is open; one that is broken, called off or never kept is the machine's fault."""
+    promises = [Future[Score]() for _ in range(4)]
+    closed: list[int] = []
+
+    class World:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def close(self) -> None:
+            closed.append(self.number)
+
+    def keeps_all(ids: tuple[int, ...], world: Any) -> Score:
+        assert closed == [], "a world is open for as long as its score is"
+        promises[0].set_result(Score(reward=0.5))
+        promises[1].set_exception(VerifierError("broken"))
+        promises[2].cancel()
+        return Score(reward=1.0)
+
+    with Grading(1, timeout_seconds=1.0) as grading:
+        for number, promise in enumerate(promises):
+            grading.submit(graded(3, None, grade=lambda ids, world, promise=promise: promise, number=number), World(number))
+        grading.submit(graded(3, None, grade=keeps_all, number=4), World(4))
+        scores = [rollout.score or Score(reward=None) for rollout in grading.collect()]
+        threads = grading._threads
+    assert [score.reward for score in scores] == [0.5, None, None, None, 1.0]
+    errors = [score.error or "" for score in scores]
+    assert "VerifierError: broken" in errors[1] and "called off" in errors[2] and "ran past 1 s" in errors[3]
+    assert sorted(closed) == [0, 1, 2, 4] and threads == 1
 
 
 def test_one_that_waits_behind_others_that_hang_is_graded() -> None:

@@ -1,7 +1,7 @@
 """The lab's world: honest demonstrations, grades by the state at the end, programs that really run, a gate that refuses flat domains."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,9 @@ import pytest
 
 from gnomon.agent.evaluate_intervals import wilson
 from gnomon.agent.trajectory import Score
-from gnomon.errors import DataError, TrainingError
+from gnomon.errors import DataError, TrainingError, VerifierError
 from gnomon.posttrain import gate
+from gnomon.posttrain.lab import bench
 from gnomon.posttrain.lab.bench import Bench
 from gnomon.posttrain.lab.coding import repaired
 from gnomon.posttrain.lab.domain import Line
@@ -22,14 +23,25 @@ from gnomon.posttrain.problem import Problem
 class Arithmetic(Bench):
     """Runs programs without a sandbox: the oracle of the one that has it."""
 
-    def run(self, *programs: Any) -> list[list[int]]:
+    def ask(self, *programs: Any) -> Future[list[list[int]]]:
         found: list[list[int]] = [[] for _ in programs]
         for program, results in zip(programs, found, strict=True):
             for value in range(10):
                 for operator, number in program:
                     value = calculated(value, operator, number)
                 results.append(value)
-        return found
+        there: Future[list[list[int]]] = Future()
+        there.set_result(found)
+        return there
+
+
+def reward(problem: Problem, sampled: tuple[int, ...], episode: Any = None) -> float:
+    """The grade, waited for where it is a promise."""
+    assert problem.grade is not None
+    score = problem.grade(sampled, episode)
+    found = (score.result(60) if isinstance(score, Future) else score).reward
+    assert found is not None
+    return found
 
 
 def played(problem: Problem, line: Line) -> float:
@@ -54,9 +66,7 @@ def played(problem: Problem, line: Line) -> float:
             place += len(answer)
     assert place == len(told)
     assert len(sampled) <= problem.max_tokens
-    reward = problem.grade(tuple(sampled), episode).reward
-    assert reward is not None
-    return reward
+    return reward(problem, tuple(sampled), episode)
 
 
 def test_words_are_ids_and_back() -> None:
@@ -146,9 +156,39 @@ def test_programs_run_in_a_sandbox() -> None:
         problem = Source((("coding", "max"),), seed=0, split="test", bench=bench).problem(0)
         plain = Source((("coding", "max"),), seed=0, split="test", bench=Arithmetic()).problem(0)
         answers = [ids(f"<answer> {line} {operator} <eos>") for line in "abcdef" for operator in "+-*"]
-        rewards = [problem.grade(each, None).reward for each in answers]
-        assert rewards == [plain.grade(each, None).reward for each in answers]
-        assert sum(r or 0 for r in rewards) >= 1
+        rewards = [reward(problem, each) for each in answers]
+        assert rewards == [reward(plain, each) for each in answers]
+        assert sum(rewards) >= 1
+
+
+def test_a_program_that_stands_twice_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And everyone gets what it gives; a sandbox that fails is told to each, and not the policy's fault."""
+    ran: list[int] = []
+
+    async def count(self: Any, programs: Any) -> list[list[int]]:
+        ran.append(len(programs))
+        return await whole(self, programs)
+
+    async def fails(self: Any, programs: Any) -> list[list[int]]:
+        raise VerifierError("the sandbox is gone")
+
+    whole = bench._Runner.run
+    one, two = (("+", 1),) * 6, (("*", 3),) * 6
+    with Bench("namespaces") as made:
+        monkeypatch.setattr(bench._Runner, "run", count)
+        assert made.run(one, two, one, one) == Arithmetic().run(one, two, one, one)
+        assert ran == [2]
+        monkeypatch.setattr(bench._Runner, "run", fails)
+        with pytest.raises(VerifierError, match="the sandbox is gone"):
+            made.judge(one, two, lambda found, expected: Score(reward=1.0)).result(60)
+        monkeypatch.setattr(bench._Runner, "run", whole)
+        with pytest.raises(ValueError, match="no score"):
+            made.judge(one, two, _no_score).result(60)
+        assert made.judge(one, one, lambda found, expected: Score(reward=float(found == expected))).result(60).reward == 1
+
+
+def _no_score(found: list[int], expected: list[int]) -> Score:
+    raise ValueError("no score")
 
 
 def graded(pairs: list[tuple[int, float | None]]) -> list[Any]:

@@ -10,9 +10,10 @@ import queue
 import threading
 import time
 from collections.abc import Collection
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -35,13 +36,14 @@ Key = tuple[int, int]
 @dataclass(slots=True, eq=False)
 class _Job:
     """One rollout to judge; `started` is None while it waits for a thread, `waited` are the seconds that it was waited for since then.
-    `given_up`: it hangs, and another thread is there for the rest."""
+    `promised`: its grader gave a future, and no thread is held. `given_up`: it hangs, and another thread is there for the rest."""
 
     rollout: Rollout
     world: Episode | None
     result: Future[Score]
     started: float | None = None
     waited: float = 0.0
+    promised: bool = False
     given_up: bool = False
 
 
@@ -97,7 +99,8 @@ class Grading:
             left = self.timeout_seconds - job.waited
             if left <= 0:
                 job.given_up = True
-                self._add_thread()
+                if not job.promised:
+                    self._add_thread()
             else:
                 soonest = min(soonest, left)
         return soonest
@@ -145,13 +148,29 @@ def _work(todo: queue.SimpleQueue[_Job | None]) -> None:
         job.started = time.monotonic()
         try:
             grade = job.rollout.problem.grade
-            job.result.set_result(UNJUDGED if grade is None else grade(job.rollout.sampled, job.world))
+            score = UNJUDGED if grade is None else grade(job.rollout.sampled, job.world)
+            if isinstance(score, Future):
+                job.promised = True
+                score.add_done_callback(partial(_kept, job))
+                continue
+            job.result.set_result(score)
         except FAILURES as error:
             job.result.set_exception(error)
         finally:
-            if not job.result.done():  # something that ends the thread, such as SystemExit
-                job.result.set_exception(VerifierError("the grader ended its thread"))
-            _close(job)
+            if not job.promised:
+                if not job.result.done():  # something that ends the thread, such as SystemExit
+                    job.result.set_exception(VerifierError("the grader ended its thread"))
+                _close(job)
+
+
+def _kept(job: _Job, promise: Future[Score]) -> None:
+    """The score that was promised is there, or the reason why there is none."""
+    error = CancelledError("it was called off") if promise.cancelled() else promise.exception()
+    if error is not None:
+        job.result.set_exception(error)
+    else:
+        job.result.set_result(promise.result())
+    _close(job)
 
 
 def _close(job: _Job) -> None:

@@ -8,15 +8,17 @@ Read next: `rollout.py`, what happened; `policy.py`, who answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gnomon.agent.trajectory import Score
 from gnomon.errors import ConfigError
 
-Grader = Callable[[tuple[int, ...], Any], Score]
-"""(all sampled ids in order, the open `Episode` or None) → reward. Runs in a thread of its own; `Score(reward=None, error=...)` says that
-the machine failed, not the policy, and keeps the rollout out of loss and statistics."""
+Grader = Callable[[tuple[int, ...], Any], "Score | Future[Score]"]
+"""(all sampled ids in order, the open `Episode` or None) → reward, or what will be one. Runs in a thread of its own, which a future sets
+free at once; `Score(reward=None, error=...)` says that the machine failed, not the policy, and keeps the rollout out of loss and
+statistics."""
 
 
 class Episode(Protocol):

@@ -1,6 +1,7 @@
 """Where the lab's programs run: one interpreter in one sandbox, and all programs that wait, together.
 
-Grading happens in many threads; each asks for one program and waits. Read next: `coding.py`, which asks.
+Who asks gets a future at once, so that those who wait hold no thread; a program that stands twice in a call is run once. Read next:
+`coding.py`, which asks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+from gnomon.agent.trajectory import Score
 from gnomon.errors import GnomonError, VerifierError
 from gnomon.sandbox.open import open_backend
 from gnomon.sandbox.sandbox import Backend, Command, Process, Sandbox, Spec
@@ -52,18 +54,35 @@ class Bench:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def run(self, *programs: Program) -> list[list[int]]:
-        """What each program gives for 0 to 9. Raises `VerifierError` where the sandbox fails, which says nothing about the programs."""
+    def ask(self, *programs: Program) -> Future[list[list[int]]]:
+        """What each program will have given for 0 to 9; `VerifierError` where the sandbox fails, which says nothing about the programs."""
         result: Future[list[list[int]]] = Future()
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), name="gnomon-bench", daemon=True)
                 self._thread.start()
             self._waiting.put((programs, result))
+        return result
+
+    def run(self, *programs: Program) -> list[list[int]]:
+        """`ask`, and wait."""
         try:
-            return result.result(timeout=3 * SECONDS)
+            return self.ask(*programs).result(timeout=3 * SECONDS)
         except TimeoutError:
             raise VerifierError(f"programs of the lab had no result after {3 * SECONDS:.0f} s") from None
+
+    def judge(self, program: Program, right: Program, score: Callable[[list[int], list[int]], Score]) -> Future[Score]:
+        """The score that is made of what a program and the right one give, once they have run."""
+        judged: Future[Score] = Future()
+
+        def told(ran: Future[list[list[int]]]) -> None:
+            try:
+                judged.set_result(score(*ran.result()))
+            except (GnomonError, ArithmeticError, LookupError, TypeError, ValueError) as error:  # whoever waits hears of it
+                judged.set_exception(error)
+
+        self.ask(program, right).add_done_callback(told)
+        return judged
 
     def close(self) -> None:
         """End the sandbox; twice is no error."""
@@ -94,9 +113,10 @@ class Bench:
                         box = await backend.create(Spec(ttl_seconds=None, metadata={"purpose": "bench of the lab"}))
                         command = Command(argv=("python3", "-c", RUNNER), timeout_seconds=None)
                         runner = _Runner(await box.start(command, stdin=True))
-                    values = iter(await runner.run([program for programs, _ in batch for program in programs]))
+                    different = list(dict.fromkeys(program for programs, _ in batch for program in programs))
+                    values = dict(zip(different, await runner.run(different), strict=True))
                     for programs, future in batch:
-                        future.set_result([next(values) for _ in programs])
+                        future.set_result([values[program] for program in programs])
                 except (GnomonError, OSError, ValueError) as error:  # those who wait hear it; the next batch gets a new sandbox
                     for _, future in batch:
                         if not future.done():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from gnomon.agent.trajectory import Score
@@ -90,12 +91,12 @@ class Domain:
         """Graded by running the repaired program and the right one in a sandbox; a budget counts all that is written."""
         right = puzzle.hidden["right"]
 
-        def grade(sampled: tuple[int, ...], episode: Any) -> Score:
+        def grade(sampled: tuple[int, ...], episode: Any) -> Score | Future[Score]:
             program = repaired(puzzle.hidden["written"], words(sampled[thinking(sampled):]))
             if program is None:
                 return Score(reward=0.0, evidence=("the answer names no line and operator",))
-            found, expected = bench.run(program, right)
-            return Score(reward=float(found == expected), evidence=(f"gives {found}, right is {expected}",))
+            return bench.judge(program, right, lambda found, expected: Score(
+                reward=float(found == expected), evidence=(f"gives {found}, right is {expected}",)))
 
         return Problem(id=name, prompt=puzzle.prompt(effort), domain=self.name, effort=effort, kind=puzzle.kind, grade=grade,
                        max_tokens=44, stop_ids=frozenset((EOS,)))
