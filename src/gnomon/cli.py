@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
 
     tour = verbs.add_parser("tour", help="the whole system in miniature, some ten minutes on two cores")
-    tour.add_argument("overrides", nargs="*", metavar="key=value", help="fields of recipes/tour.toml to change")
+    tour.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields of recipes/tour.toml to change")
     tour.add_argument("--data", type=Path, action="append", metavar="PATH", help="file, folder or glob (default: this machine's text)")
     tour.add_argument("--out", type=Path, default=Path("tour"), help="folder for the run and its report (default: tour)")
 
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
     show = verbs.add_parser("show", help="a recipe resolved, with a line about each field; or what a model costs")
     show.add_argument("what", help="recipe.toml, run folder, preset name or config.json")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change before showing")
+    show.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields to change before showing")
 
     sandbox.declare(verbs.add_parser("sandbox", help="run untrusted programs; images, snapshots, the E2B API"))
     plan.declare(verbs.add_parser("plan", help="what fits, which wall binds, which knob is cheapest to turn"))

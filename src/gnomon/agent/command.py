@@ -19,7 +19,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.epilog = EXAMPLE
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="recipes/eval.toml, one of yours, or the folder of an evaluation")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the recipe to change")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields of the recipe to change")
     parser.add_argument("--validate", action="store_true",
                         help="attempt nothing; try each task's own solution, which must score 1, and doing nothing, which must score 0")
     parser.add_argument("--json", action="store_true", help="print what eval.json holds, for programs")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def declare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments, which all three verbs share, to a parser."""
     parser.add_argument("recipe", type=Path, help="a recipe; docs/posttraining.md has one of each kind")
-    parser.add_argument("overrides", nargs="*", metavar="key=value",
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value",
                         help="fields to change, e.g. train.learner.optimizer.learning_rate=1e-4")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def declare_serve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `serve` to its parser."""
     parser.add_argument("run", type=Path, help="run folder, or a checkpoint in a released layout")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of recipes/serve.toml to change, e.g. port=9000")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields of recipes/serve.toml to change: port=9000")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="settings (default: those of recipes/serve.toml)")
     parser.add_argument("--replicas", type=int, default=1, metavar="N",
                         help="processes with the whole model behind a router that sends a conversation to the same one (default: 1)")
@@ -27,7 +27,7 @@ def declare_serve(parser: argparse.ArgumentParser) -> None:
 def declare_chat(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `chat` to its parser."""
     parser.add_argument("where", metavar="RUN|URL", help="run folder, checkpoint, or the address of a server")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of recipes/serve.toml to change (for a run folder)")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields of serve.toml to change (run folders)")
     parser.add_argument("--model", metavar="NAME", help="the model to ask (default: the server's first)")
     parser.add_argument("--effort", choices=("none", "low", "medium", "high", "max"), help="how much the model is asked to think")
     parser.add_argument("--system", metavar="TEXT", help="a system message")

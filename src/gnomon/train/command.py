@@ -12,7 +12,7 @@ from pathlib import Path
 def declare_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `train` to its parser."""
     parser.add_argument("recipe", type=Path, help="a recipe, or the recipe.toml of a run folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields to change, e.g. optimizer.learning_rate=1e-3")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields to change, e.g. optimizer.learning_rate=1e-3")
 
 
 def declare_sample(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.epilog = EXAMPLE
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="recipes/lab.toml, one of yours, or the recipe.toml of a lab's folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields of the recipe to change")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fields of the recipe to change")
     parser.add_argument("--seed", type=int, help="run this seed instead of the recipe's")
     parser.add_argument("--only", metavar="STAGE", help="stop after this stage and what it needs: cold start, gate, experts, student, "
                         "export, see-saw or quantisation")
