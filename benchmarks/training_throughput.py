@@ -150,10 +150,10 @@ def paths(name: str, config: ModelConfig, steps: int, rows: int, context: int) -
 def own_paths(steps: int) -> dict[str, Any]:
     """The default operators against the reference path, at two shapes; the losses with fixed routing."""
     tour, thirty = load(recipe_file("tour.toml"), ()).model, preset("small", THIRTY_MILLION)
-    found = {"tour": paths("tour", tour, steps, 8, 512), "30M": paths("30M", thirty, max(1, steps // 2), 8, 512)}
+    found = {"tour": paths("tour", tour, steps, 8, 512), "30M": paths("30M", thirty, max(5, steps // 2), 8, 512)}
     with fixed_routing():
         found["tour, fixed routing"] = paths("tour, fixed routing", tour, 49, 2, 256)
-        found["30M, fixed routing"] = paths("30M, fixed routing", thirty, 4, 2, 256)
+        found["30M, fixed routing"] = paths("30M, fixed routing", thirty, 49, 2, 256)
     return found
 
 
